@@ -1,0 +1,378 @@
+"""The settings of a run: frozen, checked as a whole before anything is loaded, read from YAML and the command line.
+
+`TunerModelConfig`, `AlgorithmConfig` and `DatasetConfig` keep the names and fields of `agentscope.tuner`, and add
+some. A key that is unknown, or that would have no effect under the other settings, is an error.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from yaml import YAMLError
+
+from agentscope_tuner.errors import ConfigError
+
+BackendName = Literal["local"]
+AlgorithmName = Literal["multi_step_grpo", "grpo"]
+MonitorName = Literal["tensorboard", "none"]
+
+
+class _Config(BaseModel):
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=(), validate_default=True
+    )
+
+    def sets(self, field: str) -> bool:
+        """Whether `field` was given a value other than its default."""
+        return getattr(self, field) != type(self).model_fields[field].get_default(call_default_factory=True)
+
+
+class LoraConfig(_Config):
+    """Train low-rank adapters instead of all weights (arXiv:2106.09685)."""
+
+    rank: int = Field(default=16, ge=1)
+    """Rank of the update of each adapted matrix."""
+    alpha: float = Field(default=32.0, gt=0)
+    """The update is scaled by `alpha / rank`."""
+    target_modules: str | list[str] = "all-linear"
+    """Names of the layers to adapt; `all-linear` takes every linear layer but the output head."""
+
+
+class TunerModelConfig(_Config):
+    """A model, and how it is sampled."""
+
+    model_path: str = Field(min_length=1)
+    """A directory, a hub name, or `tiny-agent`: the model that ships with this package."""
+    max_model_len: int | None = Field(default=None, ge=8)
+    """Longest context in tokens, prompt and completion together. None: what the model was built for."""
+    temperature: float = Field(default=1.0, ge=0.0)
+    """Divides the logits of training rollouts."""
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    """Keep the smallest set of tokens whose probability reaches this."""
+    top_k: int = Field(default=0, ge=0)
+    """Keep this many tokens; 0 keeps all."""
+    max_tokens: int = Field(default=8192, ge=1)
+    """Longest completion of one call, in tokens."""
+    stop: list[str] = Field(default_factory=list)
+    """A completion ends once it contains one of these strings."""
+    enable_thinking: bool | None = None
+    """Passed to chat templates that know it, such as Qwen3's. None: the template's own default."""
+    tool_call_parser: Literal["hermes"] = "hermes"
+    """How tool calls are written: `hermes` is `<tool_call>{"name": ..., "arguments": ...}</tool_call>`."""
+    reasoning_parser: Literal["deepseek_r1", "qwen3"] = "deepseek_r1"
+    """How thinking is written: both names mean `<think>...</think>`."""
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    """GPUs per inference engine; only on clusters."""
+    inference_engine_num: int = Field(default=1, ge=1)
+    """Number of inference engines; only on clusters."""
+    tinker_config: dict[str, Any] | None = None
+    """Settings of a Tinker service; only on clusters."""
+    lora: LoraConfig | None = None
+    """Train adapters of this form. None: train all weights."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model. Only for models whose code you have read."""
+
+
+class AlgorithmConfig(_Config):
+    """GRPO (arXiv:2402.03300) and its usual variants."""
+
+    algorithm_type: AlgorithmName = "multi_step_grpo"
+    """Both names mean the same here: one advantage per episode and role, however many calls it made."""
+    learning_rate: float = Field(default=1e-6, gt=0.0)
+    """AdamW's, after warm-up."""
+    group_size: int = 8
+    """Episodes per task; advantages compare within them."""
+    batch_size: int = Field(default=32, ge=1)
+    """Tasks per step."""
+    save_interval_steps: int = Field(default=100, ge=1)
+    """Steps between checkpoints. The last step is always saved."""
+    eval_interval_steps: int = Field(default=100, ge=1)
+    """Steps between evaluations. Step 0 and the last step are always evaluated."""
+    advantage: Literal["group_std", "mean_only"] = "group_std"
+    """Reward minus group mean, divided by the group's standard deviation (GRPO) or not (Dr. GRPO, arXiv:2503.20783)."""
+    loss_weighting: Literal["token", "episode", "constant"] = "token"
+    """`token`: every token of the batch counts the same (DAPO, arXiv:2503.14476). `episode`: every episode and role
+    counts the same (GRPO). `constant`: the sum over tokens divided by `episodes * max_tokens` (Dr. GRPO)."""
+    clip_low: float = Field(default=0.2, gt=0.0, lt=1.0)
+    """The probability ratio is clipped below at `1 - clip_low`."""
+    clip_high: float = Field(default=0.28, gt=0.0)
+    """The probability ratio is clipped above at `1 + clip_high`."""
+    epochs_per_batch: int = Field(default=1, ge=1)
+    """Passes over each batch."""
+    updates_per_epoch: int = Field(default=1, ge=1)
+    """Optimizer steps per pass; the batch's groups are dealt out among them."""
+    kl_coef: float = Field(default=0.0, ge=0.0)
+    """Weight of the k3 estimate of KL(policy || initial policy) in the loss."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Optimizer steps over which the learning rate rises linearly."""
+    weight_decay: float = Field(default=0.0, ge=0.0)
+    """AdamW's decoupled weight decay."""
+    adam_betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's decay rates of the first and second moment."""
+    max_grad_norm: float = Field(default=1.0, gt=0.0)
+    """Gradients are scaled down to this Euclidean norm."""
+    max_resampled_groups: int | None = Field(default=None, ge=0)
+    """Groups whose episodes all earn the same teach nothing; up to this many of them per step are replaced by groups
+    of further tasks. None: `batch_size`."""
+    max_failed_fraction: float = Field(default=0.5, ge=0.0, le=1.0)
+    """Training stops when more than this share of a batch's episodes fails."""
+
+    @model_validator(mode="after")
+    def _check(self) -> AlgorithmConfig:
+        if self.group_size < 2:
+            raise ValueError(
+                f"`group_size` must be at least 2, got {self.group_size}; GRPO compares episodes within a group"
+            )
+        if self.updates_per_epoch > self.batch_size:
+            raise ValueError(
+                f"`updates_per_epoch` ({self.updates_per_epoch}) must not exceed `batch_size` ({self.batch_size}); "
+                "an update needs at least one group"
+            )
+        if self.epochs_per_batch * self.updates_per_epoch == 1:
+            for key in ("clip_low", "clip_high"):
+                if self.sets(key):
+                    raise ValueError(
+                        f"`{key}` has no effect: with one update per batch the probability ratio is 1; remove it, or "
+                        "raise `epochs_per_batch` or `updates_per_epoch`"
+                    )
+        return self
+
+
+class DatasetConfig(_Config):
+    """Where tasks come from."""
+
+    path: str = Field(min_length=1)
+    """A `.jsonl` file, a folder that holds `<split>.jsonl`, or the name of a hub dataset."""
+    name: str | None = None
+    """The configuration of a hub dataset, such as `main`."""
+    split: str | None = "train"
+    """The split of a folder or hub dataset."""
+    total_epochs: int = Field(default=1, ge=1)
+    """Passes over the dataset."""
+    total_steps: int | None = Field(default=None, ge=1)
+    """Training steps, instead of `total_epochs`."""
+    query_column: str = "question"
+    """The column that becomes `Task.main_query`."""
+    answer_column: str = "answer"
+    """The column that becomes `Task.metadata["answer"]`."""
+    limit: int | None = Field(default=None, ge=1)
+    """Take only this many tasks, from the beginning."""
+    shuffle: bool = True
+    """Draw training tasks in a new order each epoch, fixed by `seed`."""
+
+
+class WorkflowConfig(_Config):
+    """How episodes are run."""
+
+    trainable_targets: list[str] | None = None
+    """Roles to train, instead of the workflow's own `trainable_targets`."""
+    timeout_s: float = Field(default=600.0, gt=0.0)
+    """Seconds after which an episode counts as failed."""
+    max_concurrency: int = Field(default=256, ge=1)
+    """Episodes that run at the same time."""
+
+
+class EngineConfig(_Config):
+    """The embedded engine."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto` takes the first CUDA GPU, or else the CPU."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of weights and activations."""
+    fast_decoder: bool = True
+    """Use the fused decoder for the families that have one (checked against the model at start)."""
+    max_slots: int = Field(default=128, ge=1)
+    """Sequences decoded, or kept for their next turn, at the same time."""
+    kv_cache_gb: float = Field(default=4.0, gt=0.0)
+    """Upper bound of the key-value cache, in GB; lowers `max_slots` when the context is long."""
+    prefill_tokens: int = Field(default=4096, ge=16)
+    """Prompt tokens computed at once."""
+    micro_batch_tokens: int = Field(default=6144, ge=16)
+    """Tokens per forward and backward pass of the learner."""
+    threads: int | None = Field(default=None, ge=1)
+    """CPU threads. None: PyTorch's own choice."""
+    patience_ms: int = Field(default=200, ge=0)
+    """How long a batch waits for episodes that are between two calls. Within it, equal seeds give equal bits."""
+
+
+class CheckpointConfig(_Config):
+    """What is kept of the weights."""
+
+    keep: int = Field(default=2, ge=1)
+    """Checkpoints to keep; older ones are removed after a newer one is safely on disk."""
+    resume: Literal["auto", "never", "must"] = "auto"
+    """When the run folder exists: continue it (`auto`, `must`), or move it aside and start anew (`never`)."""
+
+
+class TunerConfig(_Config):
+    """Everything a run needs."""
+
+    project_name: str = "agentscope-tuner"
+    """Groups experiments in TensorBoard."""
+    experiment_name: str = Field(pattern=r"^[\w][\w.\-]*$")
+    """Names the run folder `<output_dir>/<experiment_name>`. Running the same name again continues it."""
+    output_dir: str = "runs"
+    """Where run folders are made."""
+    seed: int = Field(default=0, ge=0)
+    """Fixes task order and sampling."""
+    backend: BackendName = "local"
+    """`local` is the embedded engine: one process, CPU or one GPU."""
+    model: TunerModelConfig
+    """The model to train."""
+    auxiliary_models: dict[str, TunerModelConfig] = Field(default_factory=dict)
+    """Frozen models that are handed to workflow and judge functions."""
+    algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
+    """How it learns."""
+    train_dataset: DatasetConfig | None = None
+    """Tasks to train on."""
+    eval_dataset: DatasetConfig | None = None
+    """Held-out tasks."""
+    workflow: WorkflowConfig = Field(default_factory=WorkflowConfig)
+    """How episodes are run."""
+    monitor_type: MonitorName = "tensorboard"
+    """Where curves go besides `metrics.jsonl` and `reward.png`."""
+    engine: EngineConfig = Field(default_factory=EngineConfig)
+    """The embedded engine."""
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    """What is kept of the weights."""
+
+    @model_validator(mode="after")
+    def _no_key_without_effect(self) -> TunerConfig:
+        def refuse(key: str, why: str) -> None:
+            raise ValueError(f"`{key}` has no effect: {why}; remove it")
+
+        if self.workflow.trainable_targets == []:
+            raise ValueError("`workflow.trainable_targets` is empty, so nothing would be trained; name a role, or remove it")
+        models = {"model": self.model} | {f"auxiliary_models.{k}": v for k, v in self.auxiliary_models.items()}
+        for where, model in models.items():
+            for key in ("tensor_parallel_size", "inference_engine_num", "tinker_config"):
+                if model.sets(key):
+                    refuse(f"{where}.{key}", f"backend `{self.backend}` runs one engine in this process")
+            if where != "model" and model.lora is not None:
+                refuse(f"{where}.lora", "auxiliary models are not trained")
+        if self.eval_dataset is None:
+            if self.algorithm.sets("eval_interval_steps"):
+                refuse("algorithm.eval_interval_steps", "there is no `eval_dataset`")
+        else:
+            for key in ("total_epochs", "total_steps", "shuffle"):
+                if self.eval_dataset.sets(key):
+                    refuse(f"eval_dataset.{key}", "every evaluation runs each task once, in order")
+        if self.train_dataset and self.train_dataset.total_steps and self.train_dataset.sets("total_epochs"):
+            refuse("train_dataset.total_epochs", "`total_steps` is set")
+        if self.model.temperature == 0 and self.train_dataset:
+            raise ValueError("`model.temperature` must be above 0 for training, got 0; greedy episodes are all alike")
+        return self
+
+
+# --------------------------------------------------------------------------------------------------- reading it
+
+
+def load_config(
+    config_path: str | Path | None = None,
+    *,
+    overrides: Sequence[str] | Mapping[str, Any] = (),
+    blocks: Mapping[str, BaseModel | Mapping[str, Any] | str | None] | None = None,
+) -> TunerConfig:
+    """Read a YAML file (OmegaConf: `${...}` interpolates), put `blocks` and then `overrides` on top, and check it all.
+
+    Args:
+        config_path: a YAML file of `TunerConfig`'s form; None starts empty.
+        overrides: `"algorithm.learning_rate=1e-5"` strings, or a mapping from such dotted keys to values.
+        blocks: top-level values given in code; of a config object only the fields that were set count.
+
+    Raises:
+        ConfigError: the file cannot be read, or a key is unknown, wrong, or without effect.
+    """
+    merged = OmegaConf.create({})
+    if config_path is not None:
+        merged = _read_yaml(Path(config_path))
+    try:
+        for key, value in (blocks or {}).items():
+            if value is None:
+                continue
+            plain = value.model_dump(exclude_unset=True) if isinstance(value, BaseModel) else value
+            if isinstance(value, Mapping):
+                plain = {
+                    k: v.model_dump(exclude_unset=True) if isinstance(v, BaseModel) else v for k, v in value.items()
+                }
+            merged = OmegaConf.merge(merged, {key: plain})
+        dotted = [f"{k}={v}" for k, v in overrides.items()] if isinstance(overrides, Mapping) else list(overrides)
+        for item in dotted:
+            if "=" not in item:
+                raise ConfigError(f"override must have the form `key=value`, got `{item}`")
+        merged = OmegaConf.merge(merged, OmegaConf.from_dotlist(dotted))
+        content = OmegaConf.to_container(merged, resolve=True)
+    except OmegaConfBaseException as exc:
+        raise ConfigError(f"configuration cannot be resolved: {exc}") from exc
+    return parse_config(content, where=str(config_path) if config_path else "the configuration")
+
+
+def parse_config(content: Any, *, where: str = "the configuration") -> TunerConfig:
+    """Check a plain mapping.
+
+    Raises:
+        ConfigError: lists every problem, each with its key, what was got and what is expected.
+    """
+    try:
+        return TunerConfig.model_validate(content)
+    except ValidationError as exc:
+        problems = "\n".join(f"  - {_explain(error)}" for error in exc.errors())
+        raise ConfigError(f"{where} is not valid:\n{problems}") from exc
+
+
+def _read_yaml(path: Path) -> Any:
+    try:
+        loaded = OmegaConf.load(path)
+    except FileNotFoundError as exc:
+        raise ConfigError(f"configuration file `{path}` does not exist") from exc
+    except (YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as exc:
+        raise ConfigError(f"configuration file `{path}` cannot be read: {exc}") from exc
+    if not OmegaConf.is_dict(loaded):
+        raise ConfigError(f"configuration file `{path}` must hold a mapping of settings, got a list")
+    if {"buffer", "explorer", "synchronizer"} & set(loaded):
+        raise ConfigError(
+            f"`{path}` is a Trinity-RFT configuration, which backend `local` does not read; write its settings as "
+            "`model`, `algorithm` and `train_dataset` (see the configuration reference)"
+        )
+    return loaded
+
+
+def _explain(error: Any) -> str:
+    """One pydantic error as what, got, remedy."""
+    location = [str(part) for part in error["loc"]]
+    key = ".".join(location)
+    if error["type"] == "extra_forbidden":
+        known = list(_fields_at(location[:-1]))
+        nearest = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.5)
+        hint = f"did you mean `{'.'.join([*location[:-1], nearest[0]])}`?" if nearest else f"known here: {', '.join(known)}"
+        return f"unknown key `{key}`; {hint}"
+    if error["type"] == "missing":
+        return f"`{key}` is required"
+    message = error["msg"].removeprefix("Value error, ")
+    if error["type"] == "value_error":
+        return f"{'.'.join(location)}: {message}" if location else message
+    return f"`{key}`: {message[0].lower()}{message[1:]}, got {error['input']!r}"
+
+
+def _fields_at(location: Iterable[str]) -> Iterable[str]:
+    """The field names of the config class that sits at a dotted location."""
+    model: type[BaseModel] = TunerConfig
+    for part in location:
+        field = model.model_fields.get(part)
+        if field is None:  # a free name, as in `auxiliary_models.<name>`
+            continue
+        stack = [field.annotation]
+        while stack:
+            kind = stack.pop()
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                model = kind
+            stack.extend(get_args(kind))
+    return model.model_fields

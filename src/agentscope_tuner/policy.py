@@ -1,0 +1,65 @@
+"""The weights being trained, as an agent's model sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to draw one completion."""
+
+    temperature: float = 1.0
+    """0 decodes greedily."""
+    top_p: float = 1.0
+    """Keep the smallest set of tokens whose probability reaches this."""
+    top_k: int = 0
+    """Keep this many tokens; 0 keeps all."""
+    max_tokens: int = 1024
+    stop: tuple[str, ...] = ()
+    """Stop once the text contains one of these; the text ends before it, the recorded tokens include it."""
+    seed: int = 0
+    """Fixes the random numbers of this completion, whatever else runs in the same batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One completion."""
+
+    token_ids: list[int]
+    """(T,)"""
+    logprobs: list[float]
+    """(T,) under the distribution each token was drawn from: tempered, truncated, renormalised."""
+    finish_reason: str
+    """`stop` or `length`."""
+    policy_version: int
+
+
+class Policy(Protocol):
+    """Anything that completes token ids.
+
+    A caller announces its episodes: a policy that batches may wait for all open episodes to ask before it
+    computes the next batch.
+    """
+
+    def open_episode(self, episode_id: str) -> None:
+        """An episode begins and will call `sample`."""
+
+    def close_episode(self, episode_id: str) -> None:
+        """The episode is over; whatever it still waits for is dropped."""
+
+    async def sample(
+        self,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        *,
+        episode_id: str,
+        on_token: Callable[[int], None] | None = None,
+    ) -> Sample:
+        """Complete `prompt_ids`; `on_token` sees each token as it is drawn.
+
+        Raises:
+            PromptTooLongError: the prompt leaves no room in the context.
+        """
