@@ -1,0 +1,34 @@
+"""Makes AgentScope workflows trainable: change `model=...` to `model=model_tuner`, and call `tune()`."""
+
+from agentscope_tuner.config import (
+    AlgorithmConfig,
+    DatasetConfig,
+    TunerConfig,
+    TunerModelConfig,
+)
+from agentscope_tuner.judges import Judge, MathJudge
+from agentscope_tuner.model_tuner import ModelTuner
+from agentscope_tuner.types import (
+    JudgeOutput,
+    Task,
+    WorkflowOutput,
+    WorkflowTask,
+)
+from agentscope_tuner.workflow import Workflow, check_judge, check_workflow
+
+__all__ = [
+    "AlgorithmConfig",
+    "DatasetConfig",
+    "Judge",
+    "JudgeOutput",
+    "MathJudge",
+    "ModelTuner",
+    "Task",
+    "TunerConfig",
+    "TunerModelConfig",
+    "Workflow",
+    "WorkflowOutput",
+    "WorkflowTask",
+    "check_judge",
+    "check_workflow",
+]

@@ -1,0 +1,178 @@
+"""The policy as an AgentScope 1.0 chat model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from agentscope.message import TextBlock, ThinkingBlock, ToolUseBlock
+from agentscope.model import ChatModelBase, ChatResponse
+from agentscope.model._model_usage import ChatUsage  # exported nowhere else in 1.0
+from pydantic import BaseModel, ValidationError
+
+from agentscope_tuner.chat import Reply, parse_reply
+from agentscope_tuner.recorder import Completion, Recorder
+
+
+class RoleModel(ChatModelBase):  # type: ignore[misc]
+    """The chat model of one role: the policy where the role is trained, its default model where it is not."""
+
+    def __init__(self, recorder: Recorder, role: str) -> None:
+        self._recorder = recorder
+        self._role = role
+        super().__init__(recorder.model.name, stream=False)
+
+    @property
+    def stream(self) -> bool:
+        """Whether calls return a generator of growing responses. Agents may switch it."""
+        if self._is_trained:
+            return self._stream
+        return bool(self._recorder.default_model(self._role).stream)
+
+    @stream.setter
+    def stream(self, value: bool) -> None:
+        if not self._is_trained and self._recorder.roles.get(self._role) is not None:
+            self._recorder.default_model(self._role).stream = value
+        self._stream = value
+
+    @property
+    def _is_trained(self) -> bool:
+        return self._recorder.is_trained(self._role)
+
+    async def __call__(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        tool_choice: str | None = None,
+        structured_model: type[BaseModel] | None = None,
+        **options: Any,
+    ) -> ChatResponse | AsyncGenerator[ChatResponse, None]:
+        """Answer `messages`, as any AgentScope chat model does.
+
+        Args:
+            messages: as an OpenAI or DashScope formatter writes them.
+            tools: JSON schemas the model may call.
+            tool_choice: `auto`, `none`, `required` or a tool's name; see `Recorder.complete`.
+            structured_model: answer with one call of a tool that takes this model's fields; the validated fields are
+                in the response's metadata, which is None when the model did not produce them.
+            options: `temperature`, `top_p`, `top_k`, `max_tokens`, `stop` of this call.
+        """
+        if not self._is_trained:
+            model = self._recorder.default_model(self._role)
+            given = {"tools": tools, "tool_choice": tool_choice, "structured_model": structured_model}
+            return await model(messages, **{k: v for k, v in given.items() if v is not None}, **options)
+        if tool_choice is not None:
+            self._validate_tool_choice(tool_choice, tools or [])
+        if structured_model is not None:
+            tools, tool_choice = [_tool_for(structured_model)], "required"
+        if self._stream:
+            return self._streamed(messages, tools, tool_choice, structured_model, options)
+        begun = time.perf_counter()
+        completion = await self._recorder.complete(
+            self._role, messages, tools=tools, tool_choice=tool_choice, options=options
+        )
+        return _response(completion, structured_model, time.perf_counter() - begun)
+
+    async def _streamed(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        tool_choice: str | None,
+        structured_model: type[BaseModel] | None,
+        options: dict[str, Any],
+    ) -> AsyncGenerator[ChatResponse, None]:
+        begun = time.perf_counter()
+        tokens: asyncio.Queue[int | None] = asyncio.Queue()
+        call = asyncio.ensure_future(
+            self._recorder.complete(
+                self._role,
+                messages,
+                tools=tools,
+                tool_choice=tool_choice,
+                options=options,
+                on_token=tokens.put_nowait,
+            )
+        )
+        call.add_done_callback(lambda _: tokens.put_nowait(None))
+        drawn: list[int] = []
+        shown = ""
+        try:
+            while (token := await tokens.get()) is not None:
+                drawn.append(token)
+                # Half a tool call cannot be shown; the text before it can.
+                text = self._recorder.text_of(drawn).split("<tool_call>")[0]
+                reply = parse_reply(text, tools=False)
+                if reply.text != shown and not reply.text.endswith("�"):
+                    shown = reply.text
+                    yield ChatResponse(content=_blocks(reply))
+            yield _response(await call, structured_model, time.perf_counter() - begun)
+        finally:
+            call.cancel()
+
+
+@contextmanager
+def quiet_agents() -> Iterator[None]:
+    """Agents made inside do not print what they say: hundreds of them run at once."""
+    switch = "AGENTSCOPE_DISABLE_CONSOLE_OUTPUT"
+    before = os.environ.get(switch)
+    os.environ[switch] = "true"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[switch]
+        else:
+            os.environ[switch] = before
+
+
+def _blocks(reply: Reply) -> list[TextBlock | ThinkingBlock | ToolUseBlock]:
+    blocks: list[TextBlock | ThinkingBlock | ToolUseBlock] = []
+    if reply.thinking:
+        blocks.append(ThinkingBlock(type="thinking", thinking=reply.thinking))
+    if reply.text:
+        blocks.append(TextBlock(type="text", text=reply.text))
+    for call in reply.tool_calls:
+        blocks.append(ToolUseBlock(type="tool_use", id=call.id, name=call.name, input=call.arguments))
+    return blocks
+
+
+def _response(completion: Completion, structured_model: type[BaseModel] | None, seconds: float) -> ChatResponse:
+    return ChatResponse(
+        content=_blocks(completion.reply),
+        usage=ChatUsage(
+            input_tokens=completion.prompt_tokens, output_tokens=completion.completion_tokens, time=seconds
+        ),
+        metadata=None if structured_model is None else _structured(completion.reply, structured_model),
+    )
+
+
+def _tool_for(structured_model: type[BaseModel]) -> dict[str, Any]:
+    schema = structured_model.model_json_schema()
+    schema.pop("title", None)
+    return {
+        "type": "function",
+        "function": {
+            "name": "generate_structured_output",
+            "description": "Generate the required structured output with this function",
+            "parameters": schema,
+        },
+    }
+
+
+def _structured(reply: Reply, structured_model: type[BaseModel]) -> dict[str, Any] | None:
+    """The fields from a tool call, or from a reply that is nothing but their JSON."""
+    candidates: list[Any] = [call.arguments for call in reply.tool_calls]
+    if not candidates:
+        try:
+            candidates = [json.loads(reply.text)]
+        except ValueError:
+            return None
+    try:
+        return structured_model.model_validate(candidates[-1]).model_dump()
+    except ValidationError:
+        return None

@@ -1,0 +1,134 @@
+"""Prefix-tree packing: sequences that begin alike share their beginning, in storage and in compute.
+
+The calls of an episode extend one another, and the episodes of a group start from one prompt. Their union is a tree
+of tokens; the learner runs every node of it once. A token's ancestors are its context, its depth is its position, so
+the gradient equals that of running every sequence by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+MIN_SHARED = 24
+"""Shorter shared stretches are not worth a node of their own: they cost more in overhead than they save."""
+
+
+@dataclass(slots=True)
+class Family:
+    """Sibling nodes of similar length; they see the same ancestors."""
+
+    spans: list[tuple[int, int]]
+    """Each node's tokens, as a range of packed indices."""
+    path: list[int]
+    """(P,) packed indices of the ancestors' tokens, root first."""
+
+
+@dataclass(slots=True)
+class PackedTree:
+    """A forest of sequences in one packed row of N tokens."""
+
+    ids: list[int] = field(default_factory=list)
+    """(N,)"""
+    positions: list[int] = field(default_factory=list)
+    """(N,) depth of each token."""
+    families: list[Family] = field(default_factory=list)
+    members: list[int] = field(default_factory=list)
+    """Which of the input sequences are in this tree."""
+    where: list[list[int]] = field(default_factory=list)
+    """For each member, the packed index of each of its tokens."""
+
+
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """Length of the longest common beginning."""
+    low, high = 0, min(len(a), len(b))
+    if a[:high] == b[:high]:
+        return high
+    while high - low > 1:  # a[:low] == b[:low] and a[:high] != b[:high]
+        middle = (low + high) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def pack(sequences: Sequence[list[int]], *, max_tokens: int, min_shared: int = MIN_SHARED) -> list[PackedTree]:
+    """Pack sequences into trees of about `max_tokens` tokens; a longer sequence gets a tree of its own.
+
+    Neighbours in lexicographic order share the most, so one sort finds both the trees and where to cut them.
+    """
+    order = sorted(range(len(sequences)), key=lambda i: sequences[i])
+    trees: list[PackedTree] = []
+    batch: list[int] = []
+    shared: list[int] = []
+    size = 0
+    for i in order:
+        overlap = common_prefix(sequences[batch[-1]], sequences[i]) if batch else 0
+        added = len(sequences[i]) - overlap
+        if batch and size + added > max_tokens:
+            trees.append(_build(sequences, batch, shared, min_shared))
+            batch, shared, size = [], [], 0
+            overlap, added = 0, len(sequences[i])
+        batch.append(i)
+        shared.append(overlap)
+        size += added
+    if batch:
+        trees.append(_build(sequences, batch, shared, min_shared))
+    return trees
+
+
+def _build(sequences: Sequence[list[int]], batch: list[int], shared: list[int], min_shared: int) -> PackedTree:
+    """One tree from sorted sequences; `shared[i]` is the overlap of `batch[i]` with its left neighbour."""
+    tree = PackedTree()
+    # A sequence that its right neighbour extends needs no node: it is the beginning of that one.
+    extended = [
+        i + 1 < len(batch) and shared[i + 1] == len(sequences[batch[i]]) for i in range(len(batch))
+    ]
+    leaves = [i for i in range(len(batch)) if not extended[i]]
+    # Overlap of neighbouring leaves: the least overlap on the way from one to the next.
+    overlaps = [0] + [min(shared[a + 1 : b + 1]) for a, b in zip(leaves, leaves[1:], strict=False)]
+    paths: dict[int, list[int]] = {}
+
+    def grow(low: int, high: int, depth: int, path: list[int]) -> list[tuple[int, int, list[int]]]:
+        """Nodes below `path` for leaves low..high-1, as (start depth, end depth, leaves)."""
+        nodes: list[tuple[int, int, list[int]]] = []
+        first = low
+        for i in range(low + 1, high + 1):
+            if i == high or overlaps[i] - depth < min_shared:
+                members = list(range(first, i))
+                end = min(overlaps[first + 1 : i]) if i - first > 1 else len(sequences[batch[leaves[first]]])
+                nodes.append((depth, end, members))
+                first = i
+        return nodes
+
+    stack: list[tuple[int, int, int, list[int]]] = [(0, len(leaves), 0, [])]
+    while stack:
+        low, high, depth, path = stack.pop()
+        nodes = sorted(grow(low, high, depth, path), key=lambda node: node[1] - node[0])
+        family: list[tuple[int, int]] = []
+        for start, end, members in nodes:
+            sequence = sequences[batch[leaves[members[0]]]]
+            at = len(tree.ids)
+            tree.ids.extend(sequence[start:end])
+            tree.positions.extend(range(start, end))
+            # Attention pads a family to its longest node: keep lengths within a factor of two.
+            if family and end - start > 2 * (family[0][1] - family[0][0]):
+                tree.families.append(Family(family, path))
+                family = []
+            if end > start:
+                family.append((at, at + end - start))
+            below = [*path, *range(at, at + end - start)]
+            if len(members) > 1:
+                stack.append((members[0], members[-1] + 1, end, below))
+            else:
+                paths[leaves[members[0]]] = below
+        if family:
+            tree.families.append(Family(family, path))
+
+    for i in range(len(batch) - 1, -1, -1):
+        if extended[i]:
+            paths[i] = paths[i + 1]
+    tree.members = list(batch)
+    tree.where = [paths[i][: len(sequences[batch[i]])] for i in range(len(batch))]
+    return tree

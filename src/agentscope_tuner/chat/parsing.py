@@ -1,0 +1,86 @@
+"""From the text a model wrote to what it meant: thinking, text, tool calls."""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+_TOOL_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+_THINK_OPEN, _THINK_CLOSE = "<think>", "</think>"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One tool call of a reply."""
+
+    id: str
+    name: str
+    arguments: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A reply, taken apart."""
+
+    text: str
+    """What is said to the user, stripped of surrounding white space."""
+    thinking: str = ""
+    tool_calls: list[ToolCall] = field(default_factory=list)
+
+
+def parse_reply(completion: str, *, tools: bool) -> Reply:
+    """Take a completion apart; with `tools=False` tool calls stay text.
+
+    A tool call that is not valid JSON of the right form stays in the text, where the agent, its hints and whoever
+    reads the transcript can see it.
+    """
+    thinking, text = _split_thinking(completion)
+    calls: list[ToolCall] = []
+
+    def take(match: re.Match[str]) -> str:
+        call = _tool_call(match.group(1))
+        if call is None:
+            return match.group(0)
+        calls.append(call)
+        return ""
+
+    if tools:
+        text = _TOOL_CALL.sub(take, text)
+    return Reply(text=text.strip(), thinking=thinking, tool_calls=calls)
+
+
+def write_reply(reply_text: str, calls: list[tuple[str, Mapping[str, Any]]]) -> str:
+    """The completion that says `reply_text` and makes these calls: the inverse of `parse_reply`, for scripted models."""
+    parts = [reply_text] if reply_text else []
+    for name, arguments in calls:
+        body = json.dumps({"name": name, "arguments": dict(arguments)}, ensure_ascii=False)
+        parts.append(f"<tool_call>\n{body}\n</tool_call>")
+    return "\n".join(parts)
+
+
+def _split_thinking(completion: str) -> tuple[str, str]:
+    # Some templates open the thinking block in the prompt, so a completion may hold only its end.
+    before, close, after = completion.partition(_THINK_CLOSE)
+    if close:
+        return before.replace(_THINK_OPEN, "", 1).strip(), after
+    opened = completion.lstrip()
+    if opened.startswith(_THINK_OPEN):  # cut off while thinking
+        return opened.removeprefix(_THINK_OPEN).strip(), ""
+    return "", completion
+
+
+def _tool_call(body: str) -> ToolCall | None:
+    try:
+        call = json.loads(body)
+    except ValueError:
+        return None
+    if not isinstance(call, dict):
+        return None
+    name, arguments = call.get("name"), call.get("arguments", {})
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        return None
+    return ToolCall(id=f"call_{uuid.uuid4().hex[:12]}", name=name, arguments=arguments)

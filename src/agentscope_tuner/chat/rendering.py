@@ -1,0 +1,229 @@
+"""From messages to token ids, such that what was sampled is never tokenized again.
+
+An episode's calls form a conversation: usually each prompt is an earlier prompt, the reply to it, and something new.
+`Conversation.render` finds the longest recorded call whose messages and reply begin the new messages, takes its
+exact ids, and renders only what follows. Where the template rewrites history (thinking is stripped, a hint message
+was removed) the recorded ids do not apply; the prompt is rendered from text, and a branch begins.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from jinja2 import TemplateError
+
+from agentscope_tuner.chat.parsing import Reply
+from agentscope_tuner.errors import ConfigError, ModelError, UnsupportedContentError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Message = dict[str, Any]
+
+_SENTINEL = "\ue000reply\ue001"
+"""Stands for a recorded reply while the rest is rendered; private-use characters, so no template touches it."""
+
+
+class ChatRenderer:
+    """A tokenizer and its chat template."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, enable_thinking: bool | None = None) -> None:
+        """Check that the template can be used.
+
+        Raises:
+            ModelError: the tokenizer has no chat template.
+            ConfigError: `enable_thinking` is set, and the template does not know it.
+        """
+        template = tokenizer.chat_template
+        if not template:
+            raise ModelError(
+                f"tokenizer of `{tokenizer.name_or_path}` has no chat template; agents need an instruction-tuned "
+                "model, or add a `chat_template.jinja` beside its tokenizer"
+            )
+        if enable_thinking is not None and "enable_thinking" not in str(template):
+            raise ConfigError(
+                f"`model.enable_thinking` has no effect: the chat template of `{tokenizer.name_or_path}` does not "
+                "know it; remove it"
+            )
+        self.tokenizer = tokenizer
+        self._options = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
+        self._backend = getattr(tokenizer, "backend_tokenizer", None)
+
+    def text(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> str:
+        """The prompt as the template writes it, ready for the assistant's turn."""
+        rendered = self.tokenizer.apply_chat_template(
+            list(messages),
+            tools=list(tools) if tools else None,
+            tokenize=False,
+            add_generation_prompt=True,
+            **self._options,
+        )
+        return str(rendered)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a piece of prompt; the template has already written every special token."""
+        if self._backend is not None:
+            return list(self._backend.encode(text, add_special_tokens=False).ids)
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of token ids, special tokens included."""
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+@dataclass(slots=True)
+class Prompt:
+    """A rendered prompt."""
+
+    ids: list[int]
+    text: str
+    """What the template writes for these messages; `ids` may spell recorded replies differently."""
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None
+    node: int
+    """Where these messages end in the conversation's message trie."""
+    extends: int | None
+    """The recorded call whose prompt and completion ids begin `ids`."""
+
+
+@dataclass(slots=True)
+class _Recorded:
+    prompt: Prompt
+    completion_ids: list[int]
+    end_of_turn: str
+    """Text of the end-of-turn token that was sampled; empty when the completion was cut off."""
+    has_thinking: bool
+
+
+class Conversation:
+    """The recorded calls of one episode, found again by their messages."""
+
+    def __init__(self, renderer: ChatRenderer, end_of_turn_ids: frozenset[int]) -> None:
+        self._renderer = renderer
+        self._end_of_turn_ids = end_of_turn_ids
+        self._calls: list[_Recorded] = []
+        # A trie over messages: (parent node, message key) -> node. Tools are the first step from the root.
+        self._nodes: dict[tuple[int, str], int] = {}
+        self._call_at: dict[int, int] = {}
+
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> Prompt:
+        """Token ids for `messages`, recorded ids first wherever they apply.
+
+        Raises:
+            UnsupportedContentError: a message holds something other than text and tool calls.
+        """
+        plain = [plain_message(message) for message in messages]
+        schema = [dict(tool) for tool in tools] if tools else None
+        node = self._step(0, "tools:" + json.dumps(schema))
+        recorded: list[tuple[int, int]] = []  # (index of the reply among the messages, call)
+        for i, message in enumerate(plain):
+            node = self._step(node, _key(message))
+            if node in self._call_at:
+                recorded.append((i, self._call_at[node]))
+        text = self._renderer.text(plain, schema)
+        for position, call in reversed(recorded):
+            ids = self._extend(call, position, plain, schema)
+            if ids is not None:
+                return Prompt(ids, text, plain, schema, node, extends=call)
+        return Prompt(self._renderer.encode(text), text, plain, schema, node, extends=None)
+
+    def add(self, prompt: Prompt, completion_ids: list[int], reply: Reply) -> int:
+        """Record a reply; returns the index of the call."""
+        last = completion_ids[-1] if completion_ids else None
+        ended = self._renderer.decode([last]) if last in self._end_of_turn_ids and last is not None else ""
+        self._calls.append(_Recorded(prompt, completion_ids, ended, bool(reply.thinking)))
+        node = self._step(prompt.node, _key(reply_message(reply)))
+        self._call_at[node] = len(self._calls) - 1
+        return len(self._calls) - 1
+
+    def _step(self, node: int, key: str) -> int:
+        return self._nodes.setdefault((node, key), len(self._nodes) + 1)
+
+    def _extend(self, call: int, position: int, messages: list[Message], tools: Any) -> list[int] | None:
+        """Ids of `messages` that begin with a recorded call's; None when the template would write another beginning."""
+        recorded = self._calls[call]
+        if recorded.has_thinking:
+            return None  # Agents do not send thinking back, so at inference time the model would not see it.
+        marked = [*messages[:position], {"role": "assistant", "content": _SENTINEL}, *messages[position + 1 :]]
+        try:
+            before, found, after = self._renderer.text(marked, tools).partition(_SENTINEL)
+        except (TemplateError, ValueError):  # a template that insists on the call its tool messages answer
+            return None
+        if not found or before != recorded.prompt.text:
+            return None
+        beginning = recorded.prompt.ids + recorded.completion_ids
+        if recorded.end_of_turn:
+            if not after.startswith(recorded.end_of_turn):
+                return None
+            after = after[len(recorded.end_of_turn) :]
+        return beginning + self._renderer.encode(after)
+
+
+def plain_message(message: Mapping[str, Any]) -> Message:
+    """A message in the form chat templates expect: content a string, tool arguments an object.
+
+    Raises:
+        UnsupportedContentError: the content holds anything but text.
+    """
+    plain: Message = {"role": message["role"], "content": _plain_content(message)}
+    if message.get("tool_calls"):
+        plain["tool_calls"] = [_plain_tool_call(call) for call in message["tool_calls"]]
+    for key in ("name", "tool_call_id"):
+        if message.get(key):
+            plain[key] = message[key]
+    return plain
+
+
+def reply_message(reply: Reply) -> Message:
+    """The message under which a reply comes back in the next prompt."""
+    message: Message = {"role": "assistant", "content": reply.text}
+    if reply.tool_calls:
+        message["tool_calls"] = [
+            {"type": "function", "id": call.id, "function": {"name": call.name, "arguments": call.arguments}}
+            for call in reply.tool_calls
+        ]
+    return message
+
+
+def _plain_content(message: Mapping[str, Any]) -> str:
+    content = message.get("content")
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    texts = []
+    for block in content:
+        # OpenAI's form is {"type": "text", "text": ...}; DashScope's is {"text": ...}.
+        if not isinstance(block, Mapping) or "text" not in block or block.get("type", "text") != "text":
+            kind = block.get("type") or "/".join(block) if isinstance(block, Mapping) else type(block).__name__
+            raise UnsupportedContentError(
+                f"a `{message['role']}` message holds a block of type `{kind}`, and a trained policy reads text only; "
+                "describe it in text, or give this role a default model and do not train it"
+            )
+        texts.append(block["text"] or "")
+    return "\n".join(texts)
+
+
+def _plain_tool_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call.get("function", call)
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            pass  # templates write a string as it is
+    plain = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
+    if call.get("id"):
+        plain["id"] = call["id"]
+    return plain
+
+
+def _key(message: Message) -> str:
+    """What makes two messages the same to the model. The id of a call it wrote is ours, not the model's."""
+    calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())]
+    # An agent's own name comes back with its replies, but was not known when they were recorded.
+    name = "" if message["role"] == "assistant" else message.get("name", "")
+    return json.dumps([message["role"], name, message["content"].strip(), calls], sort_keys=True)

@@ -1,0 +1,188 @@
+"""Two ways to run a model over a key-value cache: transformers' own modules, and a fused loop for common families.
+
+The fused loop reads the same weights, joins the projections that share an input, and keeps them packed for the matrix
+library. It is used only when it agrees with the modules on a probe.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from agentscope_tuner.engine.attention import CausalLayout, Layout
+from agentscope_tuner.engine.models import LoadedModel, effective_weight
+
+FUSED_FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+"""Architectures made of RMSNorm, rotary attention (with or without query-key norms) and a gated MLP."""
+
+
+class Decoder(Protocol):
+    """Maps new tokens to final hidden states."""
+
+    def refresh(self) -> None:
+        """The weights have changed."""
+
+    def hidden(self, ids: Tensor, positions: Tensor, layout: Layout) -> Tensor:
+        """(B, N) token ids and absolute positions to (B, N, D)."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(B, D) to (B, V), float32."""
+
+
+class ModuleDecoder:
+    """The model's own modules. Works for every architecture the engine accepts, and always sees current weights."""
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self._loaded = loaded
+
+    def refresh(self) -> None:
+        """Nothing to do: the modules hold the weights."""
+
+    def hidden(self, ids: Tensor, positions: Tensor, layout: Layout) -> Tensor:
+        """(B, N) token ids and absolute positions to (B, N, D)."""
+        return self._loaded.hidden_states(ids, positions, layout)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(B, D) to (B, V), float32."""
+        return self._loaded.head(hidden).float()
+
+
+class _Linear:
+    """A linear layer whose weight is packed for oneDNN where that works, and plain elsewhere."""
+
+    def __init__(self, weights: list[Tensor], biases: list[Tensor | None], rows: int, packed: bool) -> None:
+        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+        given = [bias.detach() for bias in biases if bias is not None]
+        self._bias = torch.cat(given) if given else None
+        self._packed = packed
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), rows) if packed else weight
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self._packed:
+            return torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
+        return F.linear(x, self._weight, self._bias)
+
+
+class _Layer:
+    """The weights of one transformer block."""
+
+    def __init__(self, block: nn.Module, rows: int, packed: bool) -> None:
+        attention, mlp = block.self_attn, block.mlp
+
+        def join(*layers: nn.Module) -> _Linear:
+            biases = [getattr(layer, "bias", None) for layer in layers]
+            return _Linear([effective_weight(layer) for layer in layers], biases, rows, packed)
+
+        self.norm_in = block.input_layernorm.weight.detach()
+        self.norm_mid = block.post_attention_layernorm.weight.detach()
+        self.qkv = join(attention.q_proj, attention.k_proj, attention.v_proj)
+        self.out = join(attention.o_proj)
+        self.gate_up = join(mlp.gate_proj, mlp.up_proj)
+        self.down = join(mlp.down_proj)
+        self.q_norm = attention.q_norm.weight.detach() if hasattr(attention, "q_norm") else None
+        self.k_norm = attention.k_norm.weight.detach() if hasattr(attention, "k_norm") else None
+        self.scaling = attention.scaling
+
+
+class FusedDecoder:
+    """A hand-written forward pass for `FUSED_FAMILIES`."""
+
+    def __init__(self, loaded: LoadedModel, rows: int, *, packed: bool) -> None:
+        self._loaded = loaded
+        self._rows = rows
+        self._packed = packed
+        config = loaded.model.config
+        self._heads = config.num_attention_heads
+        self._kv_heads = config.num_key_value_heads
+        self._head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self._eps = config.rms_norm_eps
+        self._tabulate_rotations()
+        self.refresh()
+
+    def _tabulate_rotations(self) -> None:
+        # The model's own rotary module knows every scaling rule; its table is all that is needed from it.
+        rotary = self._loaded.model.get_decoder().rotary_emb
+        positions = torch.arange(self._loaded.max_model_len, device=self._loaded.device)[None]
+        like = torch.empty(0, dtype=self._loaded.model.dtype, device=self._loaded.device)
+        cos, sin = rotary(like, positions)
+        self._cos, self._sin = cos[0], sin[0]  # (max_model_len, d)
+        half = self._head_dim // 2
+        self._sin = torch.cat([-self._sin[:, :half], self._sin[:, half:]], -1)
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Read the weights again."""
+        base = self._loaded.model.get_decoder()
+        self._embedding = base.embed_tokens.weight.detach()
+        self._layers = [_Layer(block, self._rows, self._packed) for block in base.layers]
+        self._norm = base.norm.weight.detach()
+        head = self._loaded.head
+        self._head = _Linear([effective_weight(head)], [getattr(head, "bias", None)], self._rows, self._packed)
+
+    def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        # rotate_half(x) * sin, with the sign already in the table
+        return x * cos + x.roll(self._head_dim // 2, -1) * sin
+
+    def hidden(self, ids: Tensor, positions: Tensor, layout: Layout) -> Tensor:
+        """(B, N) token ids and absolute positions to (B, N, D)."""
+        b, n = ids.shape
+        heads, kv, d = self._heads, self._kv_heads, self._head_dim
+        x = F.embedding(ids, self._embedding)
+        width = x.shape[-1]
+        cos, sin = self._cos[positions][:, :, None], self._sin[positions][:, :, None]
+        for index, layer in enumerate(self._layers):
+            normed = F.rms_norm(x, (width,), layer.norm_in, self._eps)
+            joined = layer.qkv(normed).view(b, n, heads + 2 * kv, d)
+            q, k, v = joined.split([heads, kv, kv], 2)
+            if layer.q_norm is not None and layer.k_norm is not None:
+                q = F.rms_norm(q, (d,), layer.q_norm, self._eps)
+                k = F.rms_norm(k, (d,), layer.k_norm, self._eps)
+            q, k = self._rotate(q, cos, sin), self._rotate(k, cos, sin)
+            attended = layout.attend(index, q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), layer.scaling)
+            x = x + layer.out(attended.reshape(b, n, heads * d))
+            gate, up = layer.gate_up(F.rms_norm(x, (width,), layer.norm_mid, self._eps)).chunk(2, -1)
+            x = x + layer.down(F.silu(gate) * up)
+        return F.rms_norm(x, (width,), self._norm, self._eps)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(B, D) to (B, V), float32."""
+        return self._head(hidden).float()
+
+
+@torch.no_grad()
+def choose_decoder(loaded: LoadedModel, rows: int, *, fused: bool) -> Decoder:
+    """The fastest decoder that computes what the model computes.
+
+    Args:
+        loaded: the model.
+        rows: typical batch size, for which weights are packed.
+        fused: whether the fused decoder may be used.
+    """
+    modules = ModuleDecoder(loaded)
+    config = loaded.model.config
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    # The rules "dynamic" and "longrope" depend on the length of the whole sequence, so no table can hold them.
+    if not fused or config.model_type not in FUSED_FAMILIES or rope in ("dynamic", "longrope"):
+        return modules
+    device = loaded.device
+    probe = (torch.arange(24, device=device) * 7919 % loaded.head.weight.shape[0]).view(2, 12)  # type: ignore[union-attr]
+    positions = torch.arange(12, device=device).expand(2, 12)
+
+    def logprobs(decoder: Decoder) -> Tensor:
+        hidden = decoder.hidden(probe, positions, CausalLayout())
+        return torch.log_softmax(decoder.logits(hidden.reshape(24, -1)), -1)
+
+    expected = logprobs(modules)
+    tolerance = 1e-4 if loaded.model.dtype == torch.float32 else 1e-1
+    for packed in (True, False) if device.type == "cpu" else (False,):
+        try:
+            candidate = FusedDecoder(loaded, rows, packed=packed)
+            difference = (logprobs(candidate) - expected).abs().max().item()
+        except (AttributeError, RuntimeError):  # a layer is missing, or this PyTorch lacks the packed operators
+            continue
+        if difference < tolerance:
+            return candidate
+    return modules

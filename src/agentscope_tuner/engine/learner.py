@@ -1,0 +1,350 @@
+"""The learner: one optimizer step from packed calls, exact to what one-call-per-sample training would do.
+
+Calls are packed into prefix trees, so every shared token is run once. The output head is applied in chunks and only
+where tokens were sampled; each chunk's gradient is taken at once, so the (tokens, vocabulary) matrix never exists.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from agentscope_tuner.algorithms.advantages import Datum, weigh
+from agentscope_tuner.algorithms.distributions import temper, truncate
+from agentscope_tuner.algorithms.losses import entropy, k3_divergence, policy_loss
+from agentscope_tuner.algorithms.packing import PackedTree, pack
+from agentscope_tuner.config import AlgorithmConfig, EngineConfig
+from agentscope_tuner.engine.attention import TreeLayout
+from agentscope_tuner.engine.models import LoadedModel
+from agentscope_tuner.errors import ParityError
+from agentscope_tuner.types import ModelCall
+
+_HEAD_ELEMENTS = 2**24
+"""Logits computed at once."""
+
+
+@dataclass(slots=True)
+class UpdateMetrics:
+    """What one pass over a batch did; means are over trained tokens."""
+
+    loss: float = 0.0
+    grad_norm: float = 0.0
+    kl_to_sampler: float = 0.0
+    clip_fraction: float = 0.0
+    entropy: float = 0.0
+    learning_rate: float = 0.0
+    tokens_trained: int = 0
+    tokens_packed: int = 0
+
+
+@dataclass(slots=True)
+class Entries:
+    """The sampled tokens of a packed tree, one entry per call and token: n in all."""
+
+    hidden: Tensor
+    """(n,) packed index whose hidden state predicts the token."""
+    tokens: Tensor
+    """(n,)"""
+    call: Tensor
+    """(n,) which of the input calls the token belongs to."""
+    offset: Tensor
+    """(n,) place within its completion."""
+
+
+def pack_calls(calls: Sequence[ModelCall], max_tokens: int) -> Iterator[tuple[PackedTree, Entries]]:
+    """Pack calls into trees, with the entries where their losses land."""
+    # Nothing follows a call's last token, so it need not be run.
+    sequences = [(call.prompt_ids + call.completion_ids)[:-1] for call in calls]
+    for tree in pack(sequences, max_tokens=max_tokens):
+        hidden: list[int] = []
+        tokens: list[int] = []
+        of: list[int] = []
+        offset: list[int] = []
+        for member, where in zip(tree.members, tree.where, strict=True):
+            call = calls[member]
+            hidden += where[len(call.prompt_ids) - 1 :]
+            tokens += call.completion_ids
+            of += [member] * len(call.completion_ids)
+            offset += range(len(call.completion_ids))
+        yield tree, Entries(*(torch.tensor(column) for column in (hidden, tokens, of, offset)))
+
+
+class Learner:
+    """Updates a loaded model's trainable parameters."""
+
+    def __init__(self, loaded: LoadedModel, algorithm: AlgorithmConfig, engine: EngineConfig, max_tokens: int) -> None:
+        """`max_tokens` is the longest completion, the constant of `loss_weighting: constant`."""
+        self._loaded = loaded
+        self._algorithm = algorithm
+        self._micro_batch_tokens = engine.micro_batch_tokens
+        self._max_tokens = max_tokens
+        self.parameters = loaded.trainable_parameters()
+        # Small updates vanish in bfloat16, so those weights have a float32 master copy.
+        self.masters = {
+            name: p if p.dtype == torch.float32 else p.detach().float().requires_grad_()
+            for name, p in self.parameters.items()
+        }
+        self.optimizer = torch.optim.AdamW(
+            self.masters.values(),
+            lr=algorithm.learning_rate,
+            betas=algorithm.adam_betas,
+            weight_decay=algorithm.weight_decay,
+            fused=True,
+        )
+        self.updates = 0
+        """Optimizer steps taken."""
+        self._parity_tolerance = 1e-4 if loaded.model.dtype == torch.float32 else 2e-2
+        self._reference = None
+        if algorithm.kl_coef > 0 and loaded.lora is None:
+            self._reference = copy.deepcopy(loaded)
+
+    # ---------------------------------------------------------------------------------------------- updates
+
+    def train(self, updates: Sequence[list[Datum]], on_tree: Callable[[int], None] | None = None) -> UpdateMetrics:
+        """All passes over one batch; returns metrics averaged over them.
+
+        Args:
+            updates: the datums of each optimizer step of a pass.
+            on_tree: called with the number of tokens after each packed tree.
+
+        Raises:
+            ParityError: before the first update, a recorded log-probability is not the learner's.
+        """
+        for datums in updates:
+            weigh(datums, self._algorithm.loss_weighting, self._max_tokens)
+        references = [self._reference_logprobs(datums) for datums in updates]
+        passes: list[UpdateMetrics] = []
+        for epoch in range(self._algorithm.epochs_per_batch):
+            for index, (datums, reference) in enumerate(zip(updates, references, strict=True)):
+                on_policy = epoch == 0 and index == 0
+                passes.append(self._update(datums, reference, on_policy, on_tree))
+        total = UpdateMetrics(learning_rate=passes[-1].learning_rate)
+        for one in passes:
+            for name in ("loss", "grad_norm", "kl_to_sampler", "clip_fraction", "entropy"):
+                setattr(total, name, getattr(total, name) + getattr(one, name) / len(passes))
+            total.tokens_trained += one.tokens_trained
+            total.tokens_packed += one.tokens_packed
+        return total
+
+    def _update(
+        self,
+        datums: list[Datum],
+        reference: list[Tensor] | None,
+        on_policy: bool,
+        on_tree: Callable[[int], None] | None,
+    ) -> UpdateMetrics:
+        metrics = UpdateMetrics()
+        worst = (0.0, 0)
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        for loss, gap, call in self._backward(datums, reference, metrics, on_tree):
+            metrics.loss += loss
+            worst = max(worst, (gap, call))
+        if on_policy and not worst[0] <= self._parity_tolerance:
+            raise self._parity_error(datums[worst[1]].call, worst[0])
+        metrics.grad_norm, metrics.learning_rate = self._step()
+        n = metrics.tokens_trained
+        metrics.kl_to_sampler /= n
+        metrics.clip_fraction /= n
+        metrics.entropy /= n
+        return metrics
+
+    def _backward(
+        self,
+        datums: list[Datum],
+        reference: list[Tensor] | None,
+        metrics: UpdateMetrics,
+        on_tree: Callable[[int], None] | None,
+    ) -> Iterator[tuple[float, float, int]]:
+        """Accumulate gradients tree by tree; yields (loss, largest log-probability gap, the call it was found in)."""
+        device = self._loaded.device
+        algorithm = self._algorithm
+        old = _Columns(datums, device)
+        for tree, entries in pack_calls([datum.call for datum in datums], self._micro_batch_tokens):
+            column = old.of(entries)
+            reference_logprobs = None
+            if reference is not None:
+                at = zip(entries.call.tolist(), entries.offset.tolist(), strict=True)
+                reference_logprobs = torch.stack([reference[call][offset] for call, offset in at]).to(device)
+            hidden = self._hidden(self._loaded, tree, entries)
+            leaf = hidden.detach().requires_grad_()
+            total, gap, call = 0.0, 0.0, 0
+            for rows in _chunks(len(entries.tokens), self._loaded.head):
+                logprobs, logits = token_logprobs(
+                    self._loaded.head(leaf[rows]), entries.tokens[rows].to(device), column, rows
+                )
+                policy, clipped = policy_loss(
+                    logprobs, column.logprobs[rows], column.advantages[rows], algorithm.clip_low, algorithm.clip_high
+                )
+                loss = policy
+                if reference_logprobs is not None:
+                    loss = loss + algorithm.kl_coef * k3_divergence(logprobs, reference_logprobs[rows])
+                with torch.set_grad_enabled(algorithm.entropy_coef != 0):
+                    spread = entropy(logits)
+                if algorithm.entropy_coef:
+                    loss = loss - algorithm.entropy_coef * spread
+                weighted = (loss * column.weights[rows]).sum()
+                weighted.backward()
+                with torch.no_grad():
+                    difference = logprobs - column.logprobs[rows]
+                    largest = difference.abs().argmax()
+                    if not difference[largest].abs().item() <= gap:
+                        gap = difference[largest].abs().item()
+                        call = int(entries.call[rows][largest.cpu()])
+                    total += weighted.item()
+                    metrics.kl_to_sampler += k3_divergence(column.logprobs[rows], logprobs).sum().item()
+                    metrics.clip_fraction += clipped.sum().item()
+                    metrics.entropy += spread.sum().item()
+            hidden.backward(leaf.grad)
+            metrics.tokens_trained += len(entries.tokens)
+            metrics.tokens_packed += len(tree.ids)
+            if on_tree is not None:
+                on_tree(len(tree.ids))
+            yield total, gap, call
+
+    def _step(self) -> tuple[float, float]:
+        """Clip, step, and copy masters back; returns gradient norm and learning rate."""
+        for name, parameter in self.parameters.items():
+            if self.masters[name] is not parameter:
+                grad = parameter.grad
+                self.masters[name].grad = None if grad is None else grad.float()
+        norm = torch.nn.utils.clip_grad_norm_(self.masters.values(), self._algorithm.max_grad_norm).item()
+        self.updates += 1
+        warmup = self._algorithm.warmup_steps
+        rate = self._algorithm.learning_rate * (min(1.0, self.updates / warmup) if warmup else 1.0)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                if self.masters[name] is not parameter:
+                    parameter.copy_(self.masters[name])
+                self.masters[name].grad = None
+                parameter.grad = None
+        return norm, rate
+
+    # ------------------------------------------------------------------------------------------ log-probabilities
+
+    @torch.no_grad()
+    def logprobs(self, calls: Sequence[ModelCall]) -> list[Tensor]:
+        """Log-probabilities (T,) of each call's tokens under the current weights."""
+        return self._logprobs(self._loaded, [Datum(call, 0.0, 0.0, 0) for call in calls])
+
+    def _logprobs(self, loaded: LoadedModel, datums: list[Datum]) -> list[Tensor]:
+        device = loaded.device
+        columns = _Columns(datums, device)
+        result = [torch.empty(len(datum.call.completion_ids)) for datum in datums]
+        for tree, entries in pack_calls([datum.call for datum in datums], self._micro_batch_tokens):
+            column = columns.of(entries)
+            hidden = self._hidden(loaded, tree, entries)
+            found = [
+                token_logprobs(loaded.head(hidden[rows]), entries.tokens[rows].to(device), column, rows)[0].cpu()
+                for rows in _chunks(len(entries.tokens), loaded.head)
+            ]
+            start = 0
+            values = torch.cat(found)
+            for member in tree.members:  # entries are in the members' order
+                n = len(result[member])
+                result[member] = values[start : start + n]
+                start += n
+        return result
+
+    @torch.no_grad()
+    def _reference_logprobs(self, datums: list[Datum]) -> list[Tensor] | None:
+        if self._algorithm.kl_coef == 0:
+            return None
+        if self._reference is not None:
+            return self._logprobs(self._reference, datums)
+        with _without_lora(self._loaded):
+            return self._logprobs(self._loaded, datums)
+
+    def _hidden(self, loaded: LoadedModel, tree: PackedTree, entries: Entries) -> Tensor:
+        """Hidden states (n, D) that predict the entries' tokens."""
+        device = loaded.device
+        ids = torch.tensor([tree.ids], device=device)
+        positions = torch.tensor([tree.positions], device=device)
+        hidden = loaded.hidden_states(ids, positions, TreeLayout(tree, device))
+        return hidden[0].index_select(0, entries.hidden.to(device))
+
+    def _parity_error(self, call: ModelCall, gap: float) -> ParityError:
+        return ParityError(
+            f"before any update the learner's log-probabilities must equal the sampler's within "
+            f"{self._parity_tolerance:g}, but differ by {gap:.3g}; first differing call: role `{call.role}`, "
+            f"{len(call.prompt_ids)} prompt tokens, text {call.text[:80]!r}. What would be trained is not what was "
+            "sampled: look for code that changes recorded calls, or set `engine.fast_decoder=false` and report it"
+        )
+
+
+class _Columns:
+    """Per-call values, looked up per entry."""
+
+    def __init__(self, datums: Sequence[Datum], device: torch.device) -> None:
+        calls = [datum.call for datum in datums]
+        lengths = [len(call.completion_ids) for call in calls]
+        starts = torch.tensor([0, *lengths]).cumsum(0)[:-1]
+        self._starts = starts
+        self._logprobs = torch.tensor([value for call in calls for value in call.logprobs])
+        self._advantages = torch.tensor([datum.advantage for datum in datums])
+        self._weights = torch.tensor([datum.weight for datum in datums])
+        self._temperature = torch.tensor([call.temperature for call in calls])
+        self._top_k = torch.tensor([call.top_k for call in calls])
+        self._top_p = torch.tensor([call.top_p for call in calls])
+        self._device = device
+
+    def of(self, entries: Entries) -> _EntryColumns:
+        call, device = entries.call, self._device
+        return _EntryColumns(
+            logprobs=self._logprobs[self._starts[call] + entries.offset].to(device),
+            advantages=self._advantages[call].to(device),
+            weights=self._weights[call].to(device),
+            temperature=self._temperature[call].to(device),
+            top_k=self._top_k[call].to(device),
+            top_p=self._top_p[call].to(device),
+        )
+
+
+@dataclass(slots=True)
+class _EntryColumns:
+    """All (n,)."""
+
+    logprobs: Tensor
+    advantages: Tensor
+    weights: Tensor
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+
+
+def token_logprobs(logits: Tensor, tokens: Tensor, column: _EntryColumns, rows: slice) -> tuple[Tensor, Tensor]:
+    """Log-probabilities (n,) of tokens under the distribution they were drawn from, and its logits (n, V)."""
+    logits = temper(logits.float(), column.temperature[rows])
+    top_k, top_p = column.top_k[rows], column.top_p[rows]
+    if (top_k > 0).any() or (top_p < 1).any():
+        logits = truncate(logits, top_k, top_p, keep=tokens)
+    chosen = logits.gather(1, tokens[:, None])[:, 0]
+    return chosen - torch.logsumexp(logits, -1), logits
+
+
+def _chunks(n: int, head: torch.nn.Module) -> Iterator[slice]:
+    size = max(1, _HEAD_ELEMENTS // head.weight.shape[0])  # type: ignore[union-attr]
+    for start in range(0, n, size):
+        yield slice(start, min(n, start + size))
+
+
+@contextmanager
+def _without_lora(loaded: LoadedModel) -> Iterator[None]:
+    layers = [module for module in loaded.model.modules() if hasattr(module, "enable_adapters")]
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+        for name, parameter in loaded.model.named_parameters():
+            parameter.requires_grad_("lora_" in name)

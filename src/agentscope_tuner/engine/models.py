@@ -1,0 +1,208 @@
+"""Loading a model and its tokenizer, and checking that this engine can run them exactly."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AttentionInterface,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from agentscope_tuner.config import EngineConfig, LoraConfig, TunerModelConfig
+from agentscope_tuner.engine.attention import ATTENTION_NAME, CausalLayout, attention
+from agentscope_tuner.errors import ConfigError, ModelError
+
+TINY_AGENT = "tiny-agent"
+
+AttentionInterface.register(ATTENTION_NAME, attention)
+
+
+@dataclass(slots=True)
+class LoadedModel:
+    """A causal language model that this engine has taken charge of."""
+
+    model: PreTrainedModel
+    """With LoRA, its linear layers are peft's, in place."""
+    tokenizer: PreTrainedTokenizerBase
+    name: str
+    """What the user asked for."""
+    max_model_len: int
+    end_of_turn_ids: frozenset[int]
+    """Sampling one of these ends a completion."""
+    lora: LoraConfig | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @property
+    def head(self) -> nn.Module:
+        """Maps hidden states to logits."""
+        head = self.model.get_output_embeddings()
+        assert head is not None
+        return head
+
+    def hidden_states(self, ids: Tensor, position_ids: Tensor, layout: Any) -> Tensor:
+        """Final hidden states (B, N, D) of `ids` (B, N), attending as `layout` says."""
+        decoder = self.model.get_decoder()
+        output = decoder(input_ids=ids, position_ids=position_ids, use_cache=False, layout=layout)
+        return output.last_hidden_state
+
+    def trainable_parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters that learn, by name; tied weights once."""
+        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+
+
+def model_directory(model_path: str) -> str:
+    """What `from_pretrained` should be given for a `model_path`.
+
+    Raises:
+        ModelError: a local path that does not exist.
+    """
+    if model_path == TINY_AGENT:
+        return str(files("agentscope_tuner") / "assets" / TINY_AGENT)
+    looks_local = model_path.startswith((".", "/", "~")) or model_path.count("/") > 1
+    path = Path(model_path).expanduser()
+    if path.exists():
+        if not (path / "config.json").is_file():
+            raise ModelError(f"`{model_path}` has no config.json; `model_path` must be a directory saved by transformers")
+        return str(path)
+    if looks_local:
+        raise ModelError(
+            f"model path `{model_path}` does not exist; give a directory, a hub name, or `{TINY_AGENT}` for the model "
+            "that ships with this package"
+        )
+    return model_path
+
+
+def load_model(config: TunerModelConfig, engine: EngineConfig) -> LoadedModel:
+    """Load weights (safetensors only) and tokenizer, add LoRA if asked, and check the architecture.
+
+    Raises:
+        ModelError: it cannot be loaded, or this engine would not compute what the model computes.
+        ConfigError: `max_model_len` exceeds what the model was built for, or the device is not there.
+    """
+    directory = model_directory(config.model_path)
+    device = _device(engine)
+    dtype = getattr(torch, engine.dtype)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=config.trust_remote_code)
+        model = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=dtype, trust_remote_code=config.trust_remote_code, use_safetensors=True
+        )
+    except (OSError, ValueError, KeyError, ImportError) as exc:
+        raise ModelError(
+            f"model `{config.model_path}` cannot be loaded: {exc}\nGive a directory with safetensors weights and a "
+            f"tokenizer, a hub name that is reachable from here, or `{TINY_AGENT}`"
+        ) from exc
+    # Dropout would make the learner's log-probabilities differ from the sampler's.
+    model.to(device).eval()
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2048
+    if config.max_model_len is not None and config.max_model_len > limit:
+        raise ConfigError(
+            f"`model.max_model_len` is {config.max_model_len}, but `{config.model_path}` was built for {limit} tokens"
+        )
+    loaded = LoadedModel(
+        model=model,
+        tokenizer=tokenizer,
+        name=config.model_path,
+        max_model_len=config.max_model_len or limit,
+        end_of_turn_ids=_end_of_turn_ids(model, tokenizer),
+    )
+    _check_architecture(loaded)
+    if config.lora is not None:
+        add_lora(loaded, config.lora)
+    return loaded
+
+
+def add_lora(loaded: LoadedModel, lora: LoraConfig) -> None:
+    """Put trainable low-rank adapters into the model's linear layers, in place, and freeze the rest."""
+    from peft import LoraConfig as PeftLoraConfig
+    from peft import inject_adapter_in_model
+
+    peft_config = PeftLoraConfig(
+        r=lora.rank, lora_alpha=lora.alpha, lora_dropout=0.0, target_modules=lora.target_modules, task_type="CAUSAL_LM"
+    )
+    try:
+        inject_adapter_in_model(peft_config, loaded.model)
+    except ValueError as exc:
+        raise ConfigError(f"`model.lora` does not fit `{loaded.name}`: {exc}") from exc
+    for name, parameter in loaded.model.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+    loaded.lora = lora
+    loaded.model.eval()
+
+
+def effective_weight(linear: nn.Module) -> Tensor:
+    """The weight a linear layer applies, LoRA update included (detached)."""
+    if hasattr(linear, "get_delta_weight"):
+        weight = linear.get_base_layer().weight.detach()
+        for adapter in linear.active_adapters:
+            weight = weight + linear.get_delta_weight(adapter).detach().to(weight.dtype)
+        return weight
+    return linear.weight.detach()
+
+
+def merged_state_dict(loaded: LoadedModel) -> dict[str, Tensor]:
+    """The model's weights under their original names, LoRA updates merged in."""
+    if loaded.lora is None:
+        return loaded.model.state_dict()
+    state: dict[str, Tensor] = {}
+    for name, module in loaded.model.named_modules():
+        if hasattr(module, "get_delta_weight"):
+            state[f"{name}.weight"] = effective_weight(module)
+    for name, tensor in loaded.model.state_dict().items():
+        if "lora_" not in name:
+            state.setdefault(name.replace(".base_layer.", "."), tensor)
+    return state
+
+
+def _device(engine: EngineConfig) -> torch.device:
+    if engine.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("`engine.device` is `cuda`, but PyTorch sees no GPU; use `auto` or `cpu`")
+    if engine.device == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda")
+
+
+def _end_of_turn_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    configured = model.generation_config.eos_token_id if model.generation_config is not None else None
+    ids = set(configured if isinstance(configured, list) else [configured])
+    ids.add(tokenizer.eos_token_id)
+    ids.discard(None)
+    if not ids:
+        raise ModelError(f"`{model.name_or_path}` names no end-of-sequence token, so its completions would never end")
+    return frozenset(ids)
+
+
+@torch.no_grad()
+def _check_architecture(loaded: LoadedModel) -> None:
+    """Run a few tokens through transformers and through our attention; both must say the same."""
+    model = loaded.model
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    ids = (torch.arange(1, 13, device=model.device) * 7919 % vocabulary)[None]
+    positions = torch.arange(ids.shape[1], device=model.device)[None]
+    unsupported = (
+        f"architecture `{model.config.model_type}` of `{loaded.name}` is not supported by the embedded engine: "
+    )
+    if not getattr(model, "_supports_attention_backend", False):
+        raise ModelError(unsupported + "its attention cannot be replaced")
+    expected = model(input_ids=ids, position_ids=positions, use_cache=False).logits.float()
+    model.set_attn_implementation(ATTENTION_NAME)
+    try:
+        hidden = loaded.hidden_states(ids, positions, CausalLayout())
+        got = loaded.head(hidden).float()
+    except (TypeError, AttributeError, RuntimeError, ModelError) as exc:
+        raise ModelError(unsupported + str(exc)) from exc
+    difference = (torch.log_softmax(got, -1) - torch.log_softmax(expected, -1)).abs().max().item()
+    if not difference < (1e-3 if got.dtype == model.dtype else 1e-1):
+        raise ModelError(unsupported + f"log-probabilities differ from transformers' by {difference:.2g}")

@@ -1,0 +1,522 @@
+"""The sampler: continuous batching over all running episodes, with every shared prefix computed once.
+
+Agents and sampler take turns on one event loop. Before each batch the sampler waits, within its patience, until every
+open episode has asked for something or ended; so batches depend on what the episodes do, not on the clock, and equal
+seeds give equal bits.
+
+A sequence lives in a *slot* of the key-value cache, where it stays for the episode's next turn. A prefix that many
+sequences share, such as a system prompt, is a *trunk*: stored once, and attended once for all of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from agentscope_tuner.algorithms.distributions import temper, truncate
+from agentscope_tuner.algorithms.packing import common_prefix
+from agentscope_tuner.config import EngineConfig
+from agentscope_tuner.engine.attention import KVCache, SlotGroup, SlotLayout
+from agentscope_tuner.engine.decoder import Decoder, choose_decoder
+from agentscope_tuner.engine.models import LoadedModel
+from agentscope_tuner.errors import ConfigError, PromptTooLongError
+from agentscope_tuner.policy import Sample, SamplingParams
+
+_TRUNK_TOKENS = 64
+"""A trunk is at least this long ..."""
+_TRUNK_USERS = 4
+"""... and made when at least this many waiting prompts begin with it."""
+_MAX_TRUNKS = 32
+_HEAD_TOKENS = 16
+"""Slots are found by the first tokens they hold."""
+_SCORE_ELEMENTS = 2**26
+"""Attention scores computed at once during prefill."""
+_PATIENCE_SLICE_S = 0.01
+
+
+@dataclass(eq=False, slots=True)
+class _Trunk:
+    ids: list[int]
+    cache: list[tuple[Tensor, Tensor]]
+    last_used: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class _Slot:
+    index: int
+    trunk: _Trunk | None = None
+    ids: list[int] = field(default_factory=list)
+    """Own tokens, after the trunk's."""
+    cached: int = 0
+    """How many of them have keys and values."""
+    busy: bool = False
+    episode_id: str = ""
+    last_used: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class _Request:
+    order: tuple[int, int]
+    """(episode, call): equal whenever the run is repeated, unlike times of arrival."""
+    episode_id: str
+    prompt_ids: list[int]
+    params: SamplingParams
+    future: asyncio.Future[Sample]
+    on_token: Callable[[int], None] | None
+    budget: int
+    rng: np.random.Generator
+    slot: _Slot
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+
+_NO_SLOT = _Slot(-1)
+
+
+class Sampler:
+    """A `Policy` over a loaded model."""
+
+    def __init__(self, loaded: LoadedModel, engine: EngineConfig) -> None:
+        """Plan the cache.
+
+        Raises:
+            ConfigError: not even one sequence of `max_model_len` tokens fits into `engine.kv_cache_gb`.
+        """
+        self._loaded = loaded
+        self._device = loaded.device
+        config = loaded.model.config.get_text_config()
+        kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        token_bytes = 2 * config.num_hidden_layers * kv_heads * head_dim * loaded.model.dtype.itemsize
+        sequence_gb = token_bytes * loaded.max_model_len / 1e9
+        slots = min(engine.max_slots, int(engine.kv_cache_gb / sequence_gb))
+        if slots < 1:
+            raise ConfigError(
+                f"`engine.kv_cache_gb` is {engine.kv_cache_gb}, but one sequence of {loaded.max_model_len} tokens "
+                f"takes {sequence_gb:.2f} GB; raise it, or lower `model.max_model_len`"
+            )
+        self._decoder: Decoder = choose_decoder(loaded, slots, fused=engine.fast_decoder)
+        like = torch.empty(0, dtype=loaded.model.dtype, device=self._device)
+        self._cache = KVCache(config.num_hidden_layers, kv_heads, head_dim, slots, loaded.max_model_len + 1, like)
+        self._heads = config.num_attention_heads
+        self._prefill_tokens = engine.prefill_tokens
+        self._patience = engine.patience_ms / 1000
+        self.policy_version = 0
+        self.tokens_sampled = 0
+        self.tokens_prefilled = 0
+        self._clock = itertools.count(1)
+        self._opened: dict[str, int] = {}
+        self._calls: dict[str, int] = defaultdict(int)
+        self._away: set[str] = set()
+        """Open episodes that are between two calls."""
+        self._quiet = asyncio.Event()
+        self._waiting: list[_Request] = []
+        self._active: list[_Request] = []
+        self._pump: asyncio.Task[None] | None = None
+        self._forget()
+
+    # ------------------------------------------------------------------------------------------- the policy
+
+    def open_episode(self, episode_id: str) -> None:
+        """An episode begins and will call `sample`."""
+        self._opened[episode_id] = next(self._clock)
+        self._leave(episode_id)
+
+    def close_episode(self, episode_id: str) -> None:
+        """The episode is over; whatever it still waits for is dropped."""
+        self._opened.pop(episode_id, None)
+        self._calls.pop(episode_id, None)
+        self._return(episode_id)
+        for request in [*self._waiting, *self._active]:
+            if request.episode_id == episode_id:
+                self._drop(request)
+        for slot in self._slots:
+            if slot.episode_id == episode_id:
+                slot.episode_id = ""
+
+    async def sample(
+        self,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        *,
+        episode_id: str,
+        on_token: Callable[[int], None] | None = None,
+    ) -> Sample:
+        """Complete `prompt_ids`; `on_token` sees each token as it is drawn.
+
+        Raises:
+            PromptTooLongError: the prompt leaves no room in the context.
+        """
+        room = self._loaded.max_model_len - len(prompt_ids)
+        if room < 1:
+            raise PromptTooLongError(
+                f"a prompt has {len(prompt_ids)} tokens, and `model.max_model_len` is {self._loaded.max_model_len}; "
+                "raise it, or let the agent send less"
+            )
+        call = self._calls[episode_id]
+        self._calls[episode_id] += 1
+        request = _Request(
+            order=(self._opened.get(episode_id, 0), call),
+            episode_id=episode_id,
+            prompt_ids=prompt_ids,
+            params=params,
+            future=asyncio.get_running_loop().create_future(),
+            on_token=on_token,
+            budget=min(params.max_tokens, room),
+            # Every completion has its own stream of random numbers, so it does not depend on its neighbours.
+            rng=np.random.Generator(np.random.Philox(key=params.seed)),
+            slot=_NO_SLOT,
+        )
+        self._waiting.append(request)
+        self._return(episode_id)
+        if self._pump is None or self._pump.done():
+            self._pump = asyncio.get_running_loop().create_task(self._run(), name="sampler")
+        try:
+            return await request.future
+        except asyncio.CancelledError:
+            self._drop(request)
+            raise
+        finally:
+            if episode_id in self._opened:
+                self._leave(episode_id)
+
+    def weights_changed(self) -> None:
+        """Take the model's new weights; nothing that was computed with the old ones is used again.
+
+        Raises:
+            RuntimeError: completions are under way.
+        """
+        if self._active or self._waiting:
+            raise RuntimeError("weights changed while completions were under way")
+        self._decoder.refresh()
+        self.policy_version += 1
+        self._forget()
+
+    # ---------------------------------------------------------------------------------------------- batching
+
+    def _forget(self) -> None:
+        self._trunks: list[_Trunk] = []
+        self._slots = [_Slot(i) for i in range(self._cache.slots)]
+        self._by_head: dict[tuple[int, ...], dict[int, _Slot]] = defaultdict(dict)
+
+    def _leave(self, episode_id: str) -> None:
+        self._away.add(episode_id)
+        self._quiet.clear()
+
+    def _return(self, episode_id: str) -> None:
+        self._away.discard(episode_id)
+        if not self._away:
+            self._quiet.set()
+
+    async def _run(self) -> None:
+        self._quiet = asyncio.Event()  # events belong to the loop they are awaited in
+        if not self._away:
+            self._quiet.set()
+        try:
+            while True:
+                await self._settle()
+                if self._waiting and any(not slot.busy for slot in self._slots):
+                    with torch.inference_mode():
+                        self._admit()
+                elif self._active:
+                    with torch.inference_mode():
+                        self._decode()
+                elif not self._waiting:
+                    return
+        except Exception as exc:  # everybody who waits has to hear of it
+            for request in [*self._waiting, *self._active]:
+                if not request.future.done():
+                    request.future.set_exception(exc)
+            self._waiting, self._active = [], []
+            self._forget()
+
+    async def _settle(self) -> None:
+        """Let every open episode that can run do so, until all of them wait or patience ends."""
+        await asyncio.sleep(0)
+        # Patience is spent in slices, so that a pause of the whole process costs one of them, not all.
+        slices = int(self._patience / _PATIENCE_SLICE_S)
+        while self._away and slices > 0:
+            slices -= 1
+            try:
+                async with asyncio.timeout(_PATIENCE_SLICE_S):
+                    await self._quiet.wait()
+            except TimeoutError:
+                pass
+        if self._away:
+            # Slow ones are not waited for again until they have come back.
+            self._away.clear()
+            self._quiet.set()
+
+    def _admit(self) -> None:
+        """Give waiting requests their slots, compute what is new of their prompts, and draw first tokens."""
+        free = sum(not slot.busy for slot in self._slots)
+        self._waiting.sort(key=lambda request: request.order)
+        batch, self._waiting = self._waiting[:free], self._waiting[free:]
+        self._make_trunks(batch)
+        while batch:
+            ready, batch = self._place(batch)
+            self._prefill(ready)
+
+    def _make_trunks(self, batch: list[_Request]) -> None:
+        families: dict[tuple[int, ...], list[list[int]]] = defaultdict(list)
+        for request in batch:
+            if len(request.prompt_ids) > _TRUNK_TOKENS and self._trunk_of(request.prompt_ids) is None:
+                families[tuple(request.prompt_ids[:_TRUNK_TOKENS])].append(request.prompt_ids)
+        for prompts in families.values():
+            if len(prompts) < _TRUNK_USERS:
+                continue
+            first, last = min(prompts), max(prompts)
+            # At least one token of every prompt has to be run to get its logits.
+            shared = min(common_prefix(first, last), min(map(len, prompts)) - 1)
+            scratch = self._victim()
+            self._fill(scratch, None, first[:shared], 0)
+            while scratch.cached < shared:
+                self._run_rows([scratch], min(shared - scratch.cached, self._row_tokens(scratch)))
+            self._trunks.append(_Trunk(first[:shared], self._cache.take(scratch.index, shared), next(self._clock)))
+        if len(self._trunks) > _MAX_TRUNKS:
+            used = {id(slot.trunk) for slot in self._slots}
+            unused = sorted((t for t in self._trunks if id(t) not in used), key=lambda t: t.last_used)
+            for trunk in unused[: len(self._trunks) - _MAX_TRUNKS]:
+                self._trunks.remove(trunk)
+
+    def _trunk_of(self, ids: list[int]) -> _Trunk | None:
+        best = None
+        for trunk in self._trunks:
+            n = len(trunk.ids)
+            if n < len(ids) and ids[:n] == trunk.ids and (best is None or n > len(best.ids)):
+                best = trunk
+        return best
+
+    def _place(self, batch: list[_Request]) -> tuple[list[_Request], list[_Request]]:
+        """Find slots; requests that can share what another of this batch is about to compute come back as the second."""
+        ready: list[_Request] = []
+        later: list[_Request] = []
+        planned: set[int] = set()
+        for request in batch:
+            trunk = self._trunk_of(request.prompt_ids)
+            own = request.prompt_ids[len(trunk.ids) :] if trunk else request.prompt_ids
+            best, overlap = None, 0
+            for slot in self._by_head[tuple(own[:_HEAD_TOKENS])].values():
+                if slot.trunk is trunk:
+                    n = min(common_prefix(slot.ids, own), len(own) - 1)
+                    if slot.index not in planned:
+                        n = min(n, slot.cached)
+                    # Between equals, the episode's own slot: it can go on in place.
+                    if (n, slot.episode_id == request.episode_id) > (overlap, False):
+                        best, overlap = slot, n
+            if best is not None and overlap > best.cached:
+                later.append(request)
+                continue
+            if best is not None and not best.busy and best.episode_id in ("", request.episode_id):
+                slot = best
+            else:
+                slot = self._victim(keep=best)
+                if best is not None and best is not slot:
+                    self._cache.reserve(overlap)
+                    self._cache.copy(best.index, slot.index, overlap)
+            self._fill(slot, trunk, own, overlap)
+            slot.busy = True
+            slot.episode_id = request.episode_id
+            planned.add(slot.index)
+            request.slot = slot
+            ready.append(request)
+        return ready, later
+
+    def _victim(self, keep: _Slot | None = None) -> _Slot:
+        """The free slot that is missed least: of ended episodes first, then the one unused for longest."""
+        free = [slot for slot in self._slots if not slot.busy]
+        others = [slot for slot in free if slot is not keep] or free
+        return min(others, key=lambda slot: (slot.episode_id != "", slot.last_used, slot.index))
+
+    def _fill(self, slot: _Slot, trunk: _Trunk | None, own: list[int], cached: int) -> None:
+        """Make `own` the slot's tokens, of which the first `cached` are in place."""
+        self._by_head[tuple(slot.ids[:_HEAD_TOKENS])].pop(slot.index, None)
+        slot.trunk, slot.ids, slot.cached = trunk, list(own), cached
+        slot.last_used = next(self._clock)
+        if trunk is not None:
+            trunk.last_used = slot.last_used
+        self._by_head[tuple(slot.ids[:_HEAD_TOKENS])][slot.index] = slot
+
+    def _drop(self, request: _Request) -> None:
+        if request in self._waiting:
+            self._waiting.remove(request)
+        elif request in self._active:
+            self._active.remove(request)
+            self._release(request)
+
+    def _release(self, request: _Request) -> None:
+        request.slot.busy = False
+        request.slot.last_used = next(self._clock)
+
+    # --------------------------------------------------------------------------------------------- computing
+
+    def _prefill(self, requests: list[_Request]) -> None:
+        by_slot = {id(request.slot): request for request in requests}
+        finished: list[tuple[_Request, Tensor]] = []
+        slots = [request.slot for request in requests]
+        while slots:
+            # Rows of similar length go together; long ones are cut.
+            slots.sort(key=lambda slot: (len(slot.ids) - slot.cached, slot.index))
+            shortest = len(slots[0].ids) - slots[0].cached
+            rows: list[_Slot] = []
+            for slot in slots:
+                new = len(slot.ids) - slot.cached
+                width = min(new, self._prefill_tokens)
+                keys = slot.cached + width + (len(slot.trunk.ids) if slot.trunk else 0)
+                cells = (len(rows) + 1) * width
+                if rows and (
+                    cells > self._prefill_tokens
+                    or cells * keys * self._heads > _SCORE_ELEMENTS
+                    or new > 2 * shortest + 16
+                ):
+                    break
+                rows.append(slot)
+            width = max(len(slot.ids) - slot.cached for slot in rows)
+            if len(rows) == 1:
+                width = min(width, self._row_tokens(rows[0]))
+            rows.sort(key=self._row_order)
+            last = self._run_rows(rows, width)
+            for row, slot in enumerate(rows):
+                if slot.cached == len(slot.ids):
+                    finished.append((by_slot[id(slot)], last[row]))
+                    slots.remove(slot)
+        finished.sort(key=lambda pair: pair[0].order)
+        self._draw([request for request, _ in finished], torch.stack([hidden for _, hidden in finished]))
+
+    def _row_tokens(self, slot: _Slot) -> int:
+        """How many tokens of one sequence may be computed at once."""
+        keys = slot.cached + (len(slot.trunk.ids) if slot.trunk else 0) + self._prefill_tokens
+        return min(self._prefill_tokens, max(16, _SCORE_ELEMENTS // (self._heads * keys)))
+
+    def _row_order(self, slot: _Slot) -> tuple[int, int]:
+        return (self._trunks.index(slot.trunk) if slot.trunk in self._trunks else -1, slot.index)
+
+    def _run_rows(self, slots: list[_Slot], width: int | None = None) -> Tensor:
+        """Compute the next `width` uncached tokens of each slot (all of them by default).
+
+        Slots that share a trunk must be neighbours. Returns the hidden state of each slot's last computed token (B, D).
+        """
+        width = width or max(len(slot.ids) - slot.cached for slot in slots)
+        counts = [min(width, len(slot.ids) - slot.cached) for slot in slots]
+        self._cache.reserve(min(self._cache.limit, max(slot.cached for slot in slots) + width))
+        # Padding may not reach beyond the cache; it is masked, so any place inside will do.
+        ids = [
+            slot.ids[slot.cached : slot.cached + n] + [0] * (width - n) for slot, n in zip(slots, counts, strict=True)
+        ]
+        groups: list[SlotGroup] = []
+        positions: list[int] = []
+        for _, run in itertools.groupby(slots, key=lambda slot: id(slot.trunk)):
+            members = list(run)
+            trunk = members[0].trunk
+            starts = [slot.cached for slot in members]
+            groups.append(
+                SlotGroup(
+                    trunk.cache if trunk else None,
+                    [slot.index for slot in members],
+                    starts,
+                    width,
+                    self._device,
+                    self._cache.capacity,
+                )
+            )
+            offset = len(trunk.ids) if trunk else 0
+            positions.extend(offset + start for start in starts)
+        limit = self._loaded.max_model_len - 1
+        absolute = torch.tensor(positions, device=self._device)[:, None] + torch.arange(width, device=self._device)
+        layout = SlotLayout(self._cache, groups)
+        hidden = self._decoder.hidden(torch.tensor(ids, device=self._device), absolute.clamp_(max=limit), layout)
+        for slot, n in zip(slots, counts, strict=True):
+            slot.cached += n
+        self.tokens_prefilled += sum(counts) if width > 1 else 0
+        return hidden[torch.arange(len(slots)), torch.tensor(counts) - 1]
+
+    def _decode(self) -> None:
+        """One token for every active request."""
+        requests = sorted(self._active, key=lambda request: self._row_order(request.slot))
+        self._active = []
+        hidden = self._run_rows([request.slot for request in requests], 1)
+        self._draw(requests, hidden)
+
+    def _draw(self, requests: list[_Request], hidden: Tensor) -> None:
+        """Draw the next token of each request from its hidden state (B, D)."""
+        logits = self._decoder.logits(hidden)
+        params = [request.params for request in requests]
+        uniform = torch.from_numpy(np.array([request.rng.random() for request in requests]))
+        tokens, logprobs = draw_tokens(logits, params, uniform.to(self._device))
+        for request, token, logprob in zip(requests, tokens.tolist(), logprobs.tolist(), strict=True):
+            request.token_ids.append(token)
+            request.logprobs.append(logprob)
+            if request.on_token is not None:
+                request.on_token(token)
+            reason = self._finish_reason(request, token)
+            if reason is None:
+                request.slot.ids.append(token)
+                self._active.append(request)
+                continue
+            self._release(request)
+            self.tokens_sampled += len(request.token_ids)
+            if not request.future.done():
+                request.future.set_result(
+                    Sample(request.token_ids, request.logprobs, reason, self.policy_version)
+                )
+                # Its episode can go on; it is waited for before the next batch.
+                if request.episode_id in self._opened:
+                    self._leave(request.episode_id)
+
+    def _finish_reason(self, request: _Request, token: int) -> str | None:
+        if token in self._loaded.end_of_turn_ids:
+            return "stop"
+        if request.params.stop:
+            text = self._loaded.tokenizer.decode(request.token_ids, skip_special_tokens=False)
+            if any(stop in text for stop in request.params.stop):
+                return "stop"
+        return "length" if len(request.token_ids) >= request.budget else None
+
+
+def draw_tokens(logits: Tensor, params: list[SamplingParams], uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """Draw one token per row by inverting the cumulative distribution.
+
+    Args:
+        logits: (B, V) float32.
+        params: of each row.
+        uniform: (B,) float64 in [0, 1).
+
+    Returns:
+        Tokens (B,) and their log-probabilities (B,) under the distribution they were drawn from; for greedy rows, under
+        the untempered one.
+    """
+    device = logits.device
+    temperature = torch.tensor([p.temperature for p in params], device=device)
+    logits = temper(logits, temperature)
+    if any(p.top_k or p.top_p < 1 for p in params):
+        top_k = torch.tensor([p.top_k if p.temperature else 0 for p in params], device=device)
+        top_p = torch.tensor([p.top_p if p.temperature else 1.0 for p in params], device=device)
+        logits = truncate(logits, top_k, top_p)
+    highest, greedy = logits.max(-1, keepdim=True)
+    weights = torch.exp(logits - highest)
+    # Two levels keep the sums short: first which block of the vocabulary, then which token of it.
+    rows, vocabulary = weights.shape
+    block = 256
+    padded = torch.nn.functional.pad(weights, (0, -vocabulary % block)).view(rows, -1, block)
+    block_sums = padded.sum(-1, dtype=torch.float64)
+    ends = block_sums.cumsum(-1)
+    total = ends[:, -1:]
+    target = uniform[:, None] * total
+    chosen = torch.searchsorted(ends, target, right=True).clamp_(max=padded.shape[1] - 1)
+    rest = target - ends.gather(1, chosen) + block_sums.gather(1, chosen)
+    inside = padded[torch.arange(rows, device=device), chosen[:, 0]].cumsum(-1, dtype=torch.float64)
+    token = torch.searchsorted(inside, rest, right=True)
+    # Rounding may point one past the last token that has any weight.
+    last = (inside < inside[:, -1:]).sum(-1, keepdim=True)
+    token = chosen * block + torch.minimum(token, last)
+    if (temperature == 0).any():
+        token = torch.where((temperature > 0)[:, None], token, greedy)
+    logprobs = logits.gather(1, token) - highest - total.log().to(logits.dtype)
+    return token[:, 0], logprobs[:, 0]

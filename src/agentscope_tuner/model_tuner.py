@@ -1,0 +1,46 @@
+"""What a workflow receives in place of a chat model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from agentscope_tuner.agentscope_face import RoleModel
+from agentscope_tuner.recorder import Recorder
+from agentscope_tuner.types import DEFAULT_ROLE
+
+
+class ModelTuner(RoleModel):
+    """A chat model (of role `default`), and the place where further roles are registered.
+
+    ```python
+    model_tuner.register_model("werewolf", default_model=DashScopeChatModel(...))
+    agent = ReActAgent(model=model_tuner.get_model("werewolf"), ...)
+    ```
+
+    Which roles learn is said by the workflow's `trainable_targets`, or by `workflow.trainable_targets` in the
+    configuration; the workflow itself does not change.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__(recorder, DEFAULT_ROLE)
+
+    def register_model(self, role: str, default_model: Any = None) -> None:
+        """Make a role known, with the model that plays it while it is not trained.
+
+        Registering a role again with an equal kind of default model is fine: nine players, five roles.
+
+        Raises:
+            RoleError: the role has no name, or is known with another kind of default model.
+        """
+        self._recorder.register(role, default_model)
+
+    def get_model(self, role: str) -> RoleModel:
+        """The chat model of a role.
+
+        Raises:
+            RoleError: the role is not registered, or is untrained and has no default model.
+        """
+        self._recorder.require(role)
+        if not self._recorder.is_trained(role):
+            self._recorder.default_model(role)
+        return RoleModel(self._recorder, role)

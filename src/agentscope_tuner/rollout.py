@@ -1,0 +1,199 @@
+"""Running episodes, groups and batches. What goes wrong inside an episode becomes part of its record."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import traceback
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pydantic import ValidationError
+
+from agentscope_tuner.agentscope_face import quiet_agents
+from agentscope_tuner.config import WorkflowConfig
+from agentscope_tuner.errors import (
+    EpisodeFailure,
+    EpisodeTimeoutError,
+    NoTrainedCallError,
+    RewardError,
+    TunerError,
+)
+from agentscope_tuner.model_tuner import ModelTuner
+from agentscope_tuner.policy import SamplingParams
+from agentscope_tuner.recorder import PolicyModel, Recorder
+from agentscope_tuner.types import DEFAULT_ROLE, Episode, EpisodeError, EpisodeGroup, Task, WorkflowTask
+from agentscope_tuner.workflow import JudgeRunner, WorkflowRunner
+
+_GRACE_S = 2.0
+"""How long a cancelled workflow may take to clean up before it is abandoned."""
+
+
+@dataclass(slots=True)
+class Rollout:
+    """Runs a workflow with a policy."""
+
+    workflow: WorkflowRunner
+    judge: JudgeRunner | None
+    model: PolicyModel
+    config: WorkflowConfig
+    seed: int
+    auxiliary_models: Mapping[str, PolicyModel]
+    on_episode: Callable[[Episode, str], None] | None = None
+    """Called with each finished episode and its phase."""
+
+    @property
+    def trainable_targets(self) -> list[str] | None:
+        """The configuration's targets, or else the workflow's."""
+        return self.config.trainable_targets or self.workflow.trainable_targets
+
+    async def run(
+        self,
+        tasks: Sequence[Task],
+        group_size: int,
+        *,
+        phase: str,
+        first: int = 0,
+        params: SamplingParams | None = None,
+    ) -> list[EpisodeGroup]:
+        """Run every task `group_size` times, as many at once as `max_concurrency` allows.
+
+        Args:
+            tasks: one group each.
+            group_size: episodes per task.
+            phase: names the episodes; with `seed`, it fixes their random numbers.
+            first: index of the first task within the phase.
+            params: how to sample, where it differs from the model's own.
+
+        Raises:
+            TunerError: something that is wrong with the run, not with an episode.
+        """
+        gate = asyncio.Semaphore(self.config.max_concurrency)
+
+        async def one(task: Task, index: int, member: int) -> Episode:
+            episode_id = f"{phase}-{index}-{member}"
+            seed = zlib.crc32(f"{self.seed}/{episode_id}".encode())
+            workflow_task = WorkflowTask(task=task, episode_id=episode_id, group_index=member, seed=seed)
+            async with gate:
+                episode = await self.run_episode(workflow_task, params)
+            if self.on_episode is not None:
+                self.on_episode(episode, phase)
+            return episode
+
+        try:
+            with quiet_agents():
+                async with asyncio.TaskGroup() as group:
+                    running = [
+                        [group.create_task(one(task, index, member)) for member in range(group_size)]
+                        for index, task in enumerate(tasks, first)
+                    ]
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        return [
+            EpisodeGroup(task, [episode.result() for episode in episodes])
+            for task, episodes in zip(tasks, running, strict=True)
+        ]
+
+    async def run_episode(self, task: WorkflowTask, params: SamplingParams | None = None) -> Episode:
+        """Run one episode; a failure is recorded in it.
+
+        Raises:
+            TunerError: something that is wrong with the run, not with this episode.
+        """
+        model = self.model if params is None else replace(self.model, params=params)
+        recorder = Recorder(
+            model, episode_id=task.episode_id, seed=task.seed, trainable_targets=self.trainable_targets
+        )
+        auxiliary = {
+            name: Recorder(helper, episode_id=f"{task.episode_id}/{name}", seed=task.seed)
+            for name, helper in self.auxiliary_models.items()
+        }
+        episode = Episode(task, calls=recorder.calls)
+        begun = time.perf_counter()
+        recorders = [recorder, *auxiliary.values()]
+        for each in recorders:
+            each.model.policy.open_episode(each.episode_id)
+        try:
+            await self._perform(episode, recorder, {name: ModelTuner(r) for name, r in auxiliary.items()})
+        except Exception as exc:
+            if isinstance(exc, TunerError) and not isinstance(exc, EpisodeFailure):
+                raise
+            trace = "" if isinstance(exc, EpisodeFailure) else "".join(traceback.format_exception(exc))
+            episode.error = EpisodeError(type(exc).__name__, str(exc), trace)
+            episode.reward = None
+        finally:
+            for each in recorders:
+                each.close()
+                each.model.policy.close_episode(each.episode_id)
+        episode.time_s = time.perf_counter() - begun
+        return episode
+
+    async def _perform(self, episode: Episode, recorder: Recorder, auxiliary: Mapping[str, Any]) -> None:
+        task = episode.workflow_task
+        output = await self._within_time(self.workflow.run(task, ModelTuner(recorder), auxiliary))
+        unknown = recorder.unknown_targets()
+        if unknown and not recorder.calls:
+            recorder.require(unknown[0])
+        if not recorder.calls:
+            raise NoTrainedCallError(
+                f"the workflow called no trained role (registered: {', '.join(recorder.roles) or 'none'}; trained: "
+                f"{', '.join(self.trainable_targets or ['every role'])}); give its agents `model=model_tuner`, or "
+                "`model_tuner.get_model(role)` of a trained role"
+            )
+        reward, metrics = output.reward, {f"workflow/{k}": v for k, v in (output.metrics or {}).items()}
+        if reward is None:
+            if self.judge is None:
+                raise RewardError(
+                    "the workflow returned `reward=None` and there is no judge; return a reward, or pass `judge_func`"
+                )
+            try:
+                judgement = await self._within_time(self.judge.run(task, output, auxiliary))
+            except ValidationError as exc:
+                raise RewardError(f"the judge's reward is not valid: {exc.errors()[0]['msg']}") from exc
+            reward = judgement.reward
+            metrics |= {f"judge/{k}": v for k, v in (judgement.metrics or {}).items()}
+        episode.metrics = metrics
+        episode.is_success = output.is_success
+        episode.reward = _reward_by_role(reward, recorder)
+
+    async def _within_time(self, work: Any) -> Any:
+        """Await user code; cancel it when its time is up, and abandon it if it resists.
+
+        Its own task, since agents answer a cancellation with an apology instead of passing it on.
+        """
+        task = asyncio.ensure_future(work)
+        try:
+            done, _ = await asyncio.wait({task}, timeout=self.config.timeout_s)
+        except asyncio.CancelledError:
+            task.cancel()
+            raise
+        if not done:
+            task.cancel()
+            await asyncio.wait({task}, timeout=_GRACE_S)
+            raise EpisodeTimeoutError(
+                f"the workflow did not return within {self.config.timeout_s:g} s; raise `workflow.timeout_s`, or look "
+                "for a tool or loop that does not end"
+            )
+        if task.cancelled():
+            raise EpisodeFailure("the workflow cancelled itself")
+        return task.result()
+
+
+def _reward_by_role(reward: float | dict[str, float], recorder: Recorder) -> dict[str, float]:
+    """The reward of every trained role that spoke.
+
+    Raises:
+        RewardError: a role without a reward, or a reward for a role that does not exist.
+    """
+    spoke = list(dict.fromkeys(call.role for call in recorder.calls))
+    if not isinstance(reward, dict):
+        return dict.fromkeys(spoke, float(reward))
+    unknown = sorted(set(reward) - set(recorder.roles) - {DEFAULT_ROLE})
+    if unknown:
+        raise RewardError(f"there is a reward for role `{unknown[0]}`, which is not registered")
+    missing = [role for role in spoke if role not in reward]
+    if missing:
+        raise RewardError(f"role `{missing[0]}` is trained and spoke, but the reward names only {sorted(reward)}")
+    return {role: float(reward[role]) for role in spoke}

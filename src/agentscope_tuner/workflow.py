@@ -1,0 +1,326 @@
+"""What can be trained: the `Workflow` class, AgentScope's two function forms, and the checks that tell them apart.
+
+Every form becomes a `WorkflowRunner`, so nothing above this room knows how the user wrote theirs.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+import types
+import typing
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from agentscope_tuner.errors import RewardError, SignatureError
+from agentscope_tuner.judges import Judge
+from agentscope_tuner.model_tuner import ModelTuner
+from agentscope_tuner.readers import task_to_row
+from agentscope_tuner.types import JudgeOutput, WorkflowOutput, WorkflowTask
+
+WORKFLOW_FORMS = """\
+    class MyWorkflow(Workflow):
+        async def execute(self, task: WorkflowTask, model_tuner: ModelTuner) -> WorkflowOutput
+
+    async def my_workflow(task: Dict, model: ChatModelBase) -> float
+    async def my_workflow(task, model[, system_prompt][, auxiliary_models][, logger]) -> WorkflowOutput"""
+
+JUDGE_FORMS = """\
+    class MyJudge(Judge):
+        async def judge(self, task: WorkflowTask, output: WorkflowOutput) -> JudgeOutput
+
+    async def my_judge(task, response[, auxiliary_models][, logger]) -> JudgeOutput"""
+
+_logger = logging.getLogger("agentscope_tuner.workflow")
+
+
+class Workflow(BaseModel):
+    """The user's own agent code, around one `execute`.
+
+    Every episode gets an instance of its own, so `self.agent = ...` is safe.
+    """
+
+    model_config = ConfigDict(extra="allow", arbitrary_types_allowed=True)
+
+    name: str = ""
+    """Shown in logs; the class name when empty."""
+    trainable_targets: list[str] | None = None
+    """Roles that learn. None: every role."""
+
+    async def execute(self, task: WorkflowTask, model_tuner: ModelTuner) -> WorkflowOutput:
+        """Run the agents on one task.
+
+        Args:
+            task: what to do, with the episode's own seed.
+            model_tuner: stands where a chat model stands; registers roles where there are several.
+
+        Returns:
+            The reward, or None to leave it to the judge, and what the judge needs.
+        """
+        raise NotImplementedError
+
+
+class WorkflowRunner:
+    """A checked workflow of any form."""
+
+    def __init__(self, workflow: Any) -> None:
+        check_workflow(workflow)
+        self._workflow = workflow
+        target = workflow if isinstance(workflow, (type, Workflow)) else None
+        fields = target() if isinstance(target, type) else target
+        self.trainable_targets: list[str] | None = fields.trainable_targets if fields is not None else None
+        self.name: str = (
+            (fields.name or type(fields).__name__) if fields is not None else getattr(workflow, "__name__", "workflow")
+        )
+
+    async def run(
+        self, task: WorkflowTask, model_tuner: ModelTuner, auxiliary_models: Mapping[str, Any]
+    ) -> WorkflowOutput:
+        """Run it on one task.
+
+        Raises:
+            RewardError: it returned something that is not an output.
+        """
+        if isinstance(self._workflow, (type, Workflow)):
+            one = self._workflow() if isinstance(self._workflow, type) else self._workflow.model_copy()
+            return _as_output(await one.execute(task, model_tuner))
+        optional = {"auxiliary_models": dict(auxiliary_models), "logger": _logger}
+        returned = await _call(self._workflow, (task_to_row(task.task), model_tuner), optional)
+        return _as_output(returned)
+
+
+class JudgeRunner:
+    """A checked judge of either form."""
+
+    def __init__(self, judge: Any) -> None:
+        check_judge(judge)
+        self._judge = judge() if isinstance(judge, type) else judge
+
+    async def run(
+        self, task: WorkflowTask, output: WorkflowOutput, auxiliary_models: Mapping[str, Any]
+    ) -> JudgeOutput:
+        """Score one output.
+
+        Raises:
+            RewardError: the judge returned something that is not a finite reward.
+        """
+        if isinstance(self._judge, Judge):
+            returned: Any = await self._judge.judge(task, output)
+        else:
+            optional = {"auxiliary_models": dict(auxiliary_models), "logger": _logger}
+            returned = await _call(self._judge, (task_to_row(task.task), output.response), optional)
+        return _as_judgement(returned)
+
+
+# ----------------------------------------------------------------------------------------------------- checks
+
+
+def check_workflow(workflow: Any) -> None:
+    """Check that something can be trained, without running it.
+
+    Raises:
+        SignatureError: shows the accepted forms and what was got.
+    """
+    if isinstance(workflow, type) or isinstance(workflow, Workflow):
+        _check_workflow_class(workflow)
+    elif callable(workflow):
+        _check_function(
+            workflow,
+            what="workflow",
+            forms=WORKFLOW_FORMS,
+            required=("task", "model"),
+            optional=("system_prompt", "auxiliary_models", "logger"),
+            returns=(float, int, "WorkflowOutput"),
+        )
+    else:
+        raise _mismatch("workflow", WORKFLOW_FORMS, f"got {_show(workflow)}, which is neither a class nor a function")
+
+
+def check_judge(judge: Any) -> None:
+    """Check that something can judge, without running it.
+
+    Raises:
+        SignatureError: shows the accepted forms and what was got.
+    """
+    if isinstance(judge, type) or isinstance(judge, Judge):
+        cls = judge if isinstance(judge, type) else type(judge)
+        if not issubclass(cls, Judge):
+            raise _mismatch("judge", JUDGE_FORMS, f"class `{cls.__name__}` does not inherit from `Judge`")
+        _check_method(cls, "judge", ("task", "output"), "judge", JUDGE_FORMS)
+        if isinstance(judge, type):
+            _instantiate(judge, "judge", JUDGE_FORMS)
+    elif callable(judge):
+        _check_function(
+            judge,
+            what="judge",
+            forms=JUDGE_FORMS,
+            required=("task", "response"),
+            optional=("auxiliary_models", "logger"),
+            returns=("JudgeOutput",),
+        )
+    else:
+        raise _mismatch("judge", JUDGE_FORMS, f"got {_show(judge)}, which is neither a judge nor a function")
+
+
+def _check_workflow_class(workflow: Any) -> None:
+    cls = workflow if isinstance(workflow, type) else type(workflow)
+    if not issubclass(cls, Workflow):
+        raise _mismatch("workflow", WORKFLOW_FORMS, f"class `{cls.__name__}` does not inherit from `Workflow`")
+    if cls.execute is Workflow.execute:
+        raise _mismatch("workflow", WORKFLOW_FORMS, f"class `{cls.__name__}` does not define `execute`")
+    _check_method(cls, "execute", ("task", "model_tuner"), "workflow", WORKFLOW_FORMS)
+    one = _instantiate(workflow, "workflow", WORKFLOW_FORMS) if isinstance(workflow, type) else workflow
+    if one.trainable_targets == []:
+        raise SignatureError(
+            f"`{cls.__name__}.trainable_targets` is empty, so nothing would be trained; name the roles that learn, or "
+            "leave it None to train every role"
+        )
+
+
+def _instantiate(cls: type, what: str, forms: str) -> Any:
+    try:
+        return cls()
+    except (TypeError, ValidationError) as exc:
+        raise _mismatch(
+            what, forms, f"`{cls.__name__}()` cannot be made without arguments ({_first_line(exc)}); pass an instance"
+        ) from exc
+
+
+def _check_method(cls: type, name: str, parameters: tuple[str, ...], what: str, forms: str) -> None:
+    method = getattr(cls, name)
+    shown = f"`{cls.__name__}.{name}{_signature(method)}`"
+    if not inspect.iscoroutinefunction(method):
+        raise _mismatch(what, forms, f"{shown} is not `async def`")
+    got = tuple(inspect.signature(method).parameters)[1:]
+    if got != parameters:
+        raise _mismatch(what, forms, f"{shown} must take exactly ({', '.join(('self', *parameters))})")
+
+
+def _check_function(
+    function: Callable[..., Any],
+    *,
+    what: str,
+    forms: str,
+    required: tuple[str, ...],
+    optional: tuple[str, ...],
+    returns: tuple[Any, ...],
+) -> None:
+    shown = f"`{getattr(function, '__name__', type(function).__name__)}{_signature(function)}`"
+
+    def wrong(why: str) -> SignatureError:
+        return _mismatch(what, forms, f"{shown} {why}")
+
+    if inspect.isasyncgenfunction(function):
+        raise wrong("yields; it must return once")
+    if not inspect.iscoroutinefunction(function) and not inspect.iscoroutinefunction(
+        getattr(function, "__call__", None)  # noqa: B004
+    ):
+        raise wrong("is not `async def`")
+    parameters = inspect.signature(function).parameters
+    for parameter in parameters.values():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            raise wrong(f"takes `{parameter}`; name the parameters")
+        if parameter.kind is parameter.POSITIONAL_ONLY:
+            raise wrong(f"has the positional-only parameter `{parameter.name}`")
+    missing = [name for name in required if name not in parameters]
+    if missing:
+        raise wrong(f"lacks the parameter `{missing[0]}`")
+    unknown = [name for name in parameters if name not in required + optional]
+    if unknown:
+        raise wrong(f"has the unknown parameter `{unknown[0]}`; known are {', '.join(required + optional)}")
+    if "system_prompt" in parameters and parameters["system_prompt"].default is inspect.Parameter.empty:
+        raise wrong("needs a default for `system_prompt`: training changes weights, not prompts")
+    annotation = _return_annotation(function)
+    if annotation is not inspect.Signature.empty and not _may_return(annotation, returns):
+        names = " or ".join(f"`{r if isinstance(r, str) else r.__name__}`" for r in returns if r is not int)
+        raise wrong(f"is annotated to return `{_name(annotation)}`, not {names}")
+
+
+def _return_annotation(function: Callable[..., Any]) -> Any:
+    try:
+        return typing.get_type_hints(function).get("return", inspect.Signature.empty)
+    except Exception:  # names that exist only for type checkers
+        return inspect.signature(function).return_annotation
+
+
+def _may_return(annotation: Any, returns: tuple[Any, ...]) -> bool:
+    if annotation is Any:
+        return True
+    if isinstance(annotation, str):
+        return annotation.split(".")[-1].strip("'\"") in {r if isinstance(r, str) else r.__name__ for r in returns}
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return all(_may_return(part, returns) for part in typing.get_args(annotation))
+    # By name: AgentScope's own output classes have the same names, and are accepted.
+    return annotation in returns or getattr(annotation, "__name__", "") in returns
+
+
+def _name(annotation: Any) -> str:
+    return getattr(annotation, "__name__", str(annotation))
+
+
+def _signature(function: Any) -> str:
+    try:
+        return str(inspect.signature(function))
+    except (TypeError, ValueError):
+        return "(...)"
+
+
+def _show(value: Any) -> str:
+    return f"`{value!r}` of type `{type(value).__name__}`"
+
+
+def _first_line(exc: Exception) -> str:
+    return str(exc).splitlines()[0]
+
+
+def _mismatch(what: str, forms: str, got: str) -> SignatureError:
+    return SignatureError(f"this {what} cannot be used: {got}\nexpected one of:\n{forms}")
+
+
+# --------------------------------------------------------------------------------------------- calls and results
+
+
+async def _call(
+    function: Callable[..., Awaitable[Any]], positional: tuple[Any, Any], optional: Mapping[str, Any]
+) -> Any:
+    parameters = inspect.signature(function).parameters
+    first, second = ("task", "model") if "model" in parameters else ("task", "response")
+    named = {first: positional[0], second: positional[1]}
+    named |= {name: value for name, value in optional.items() if name in parameters}
+    return await function(**named)
+
+
+def _as_output(returned: Any) -> WorkflowOutput:
+    if isinstance(returned, WorkflowOutput):
+        return returned
+    if isinstance(returned, bool) or not isinstance(returned, (int, float)):
+        # AgentScope's own class has fewer fields of the same names.
+        if type(returned).__name__ == "WorkflowOutput" and hasattr(returned, "reward"):
+            try:
+                return WorkflowOutput(
+                    reward=returned.reward,
+                    response=getattr(returned, "response", None),
+                    metrics=getattr(returned, "metrics", None),
+                )
+            except ValidationError as exc:
+                raise RewardError(f"the workflow's output is not valid: {exc.errors()[0]['msg']}") from exc
+        raise RewardError(
+            f"the workflow returned {_show(returned)}; return a `WorkflowOutput`, or a float in the two-argument form"
+        )
+    if not math.isfinite(returned):
+        raise RewardError(f"the workflow returned the reward {returned}; a reward must be a finite number")
+    return WorkflowOutput(reward=float(returned))
+
+
+def _as_judgement(returned: Any) -> JudgeOutput:
+    if isinstance(returned, JudgeOutput):
+        return returned
+    if type(returned).__name__ == "JudgeOutput" and hasattr(returned, "reward"):
+        try:
+            return JudgeOutput(reward=returned.reward, metrics=getattr(returned, "metrics", None))
+        except ValidationError as exc:
+            raise RewardError(f"the judge's output is not valid: {exc.errors()[0]['msg']}") from exc
+    raise RewardError(f"the judge returned {_show(returned)}; return a `JudgeOutput` with a finite `reward`")
