@@ -6,11 +6,15 @@ from agentscope_tuner.config import (
     TunerConfig,
     TunerModelConfig,
 )
+from agentscope_tuner.evaluate import evaluate
 from agentscope_tuner.judges import Judge, MathJudge
 from agentscope_tuner.model_tuner import ModelTuner
+from agentscope_tuner.tune import tune
 from agentscope_tuner.types import (
+    EvalResult,
     JudgeOutput,
     Task,
+    TuneResult,
     WorkflowOutput,
     WorkflowTask,
 )
@@ -19,16 +23,20 @@ from agentscope_tuner.workflow import Workflow, check_judge, check_workflow
 __all__ = [
     "AlgorithmConfig",
     "DatasetConfig",
+    "EvalResult",
     "Judge",
     "JudgeOutput",
     "MathJudge",
     "ModelTuner",
     "Task",
     "TunerConfig",
+    "TuneResult",
     "TunerModelConfig",
     "Workflow",
     "WorkflowOutput",
     "WorkflowTask",
     "check_judge",
     "check_workflow",
+    "evaluate",
+    "tune",
 ]

@@ -280,6 +280,7 @@ def load_config(
     *,
     overrides: Sequence[str] | Mapping[str, Any] = (),
     blocks: Mapping[str, BaseModel | Mapping[str, Any] | str | None] | None = None,
+    defaults: Mapping[str, str] | None = None,
 ) -> TunerConfig:
     """Read a YAML file (OmegaConf: `${...}` interpolates), put `blocks` and then `overrides` on top, and check it all.
 
@@ -287,14 +288,15 @@ def load_config(
         config_path: a YAML file of `TunerConfig`'s form; None starts empty.
         overrides: `"algorithm.learning_rate=1e-5"` strings, or a mapping from such dotted keys to values.
         blocks: top-level values given in code; of a config object only the fields that were set count.
+        defaults: top-level values that apply where nothing else sets them.
 
     Raises:
         ConfigError: the file cannot be read, or a key is unknown, wrong, or without effect.
     """
-    merged = OmegaConf.create({})
-    if config_path is not None:
-        merged = _read_yaml(Path(config_path))
+    merged = OmegaConf.create(dict(defaults or {}))
     try:
+        if config_path is not None:
+            merged = OmegaConf.merge(merged, _read_yaml(Path(config_path)))
         for key, value in (blocks or {}).items():
             if value is None:
                 continue

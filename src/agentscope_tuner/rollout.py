@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 import traceback
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import NormalDist, fmean, stdev
 from typing import Any
 
 from pydantic import ValidationError
@@ -24,7 +26,7 @@ from agentscope_tuner.errors import (
 from agentscope_tuner.model_tuner import ModelTuner
 from agentscope_tuner.policy import SamplingParams
 from agentscope_tuner.recorder import PolicyModel, Recorder
-from agentscope_tuner.types import DEFAULT_ROLE, Episode, EpisodeError, EpisodeGroup, Task, WorkflowTask
+from agentscope_tuner.types import DEFAULT_ROLE, Episode, EpisodeError, EpisodeGroup, EvalResult, Task, WorkflowTask
 from agentscope_tuner.workflow import JudgeRunner, WorkflowRunner
 
 _GRACE_S = 2.0
@@ -197,3 +199,22 @@ def _reward_by_role(reward: float | dict[str, float], recorder: Recorder) -> dic
     if missing:
         raise RewardError(f"role `{missing[0]}` is trained and spoke, but the reward names only {sorted(reward)}")
     return {role: float(reward[role]) for role in spoke}
+
+
+def summarize(rewards: Sequence[float | None], time_s: float = 0.0) -> EvalResult:
+    """Mean reward with its 95% confidence interval; None stands for a failed episode, which has no reward.
+
+    Wilson's score interval for rewards that are all 0 or 1 (it stays sensible near the ends), the normal approximation
+    for others.
+    """
+    scored = [reward for reward in rewards if reward is not None]
+    failed = len(rewards) - len(scored)
+    if not scored:
+        return EvalResult(math.nan, math.nan, math.nan, len(rewards), failed, time_s=time_s)
+    n, mean, z = len(scored), fmean(scored), NormalDist().inv_cdf(0.975)
+    if all(reward in (0.0, 1.0) for reward in scored):
+        center = (mean + z * z / (2 * n)) / (1 + z * z / n)
+        half = z / (1 + z * z / n) * math.sqrt(mean * (1 - mean) / n + z * z / (4 * n * n))
+    else:
+        center, half = mean, z * (stdev(scored) / math.sqrt(n) if n > 1 else math.inf)
+    return EvalResult(mean, center - half, center + half, len(rewards), failed, time_s=time_s)

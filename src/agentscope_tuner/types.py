@@ -241,7 +241,7 @@ class EvalResult:
     reward_mean: float
     ci_low: float
     ci_high: float
-    """A 95% confidence interval of the mean: Wilson's for 0/1 rewards, Student's otherwise."""
+    """A 95% confidence interval of the mean: Wilson's for 0/1 rewards, normal otherwise."""
     episodes: int
     episodes_failed: int
     metrics: dict[str, float] = field(default_factory=dict)

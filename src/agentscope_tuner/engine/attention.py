@@ -190,7 +190,7 @@ class SlotLayout:
             weights = _softmax(torch.cat([trunk_scores, scores], -1), v)
             from_trunk = weights[..., :p].transpose(0, 1).reshape(kv, b * g * n, p) @ trunk_values
             out = from_trunk.view(kv, b, g * n, d).transpose(0, 1) + weights[..., p:] @ own_values
-        return out.view(b, h, n, d).transpose(1, 2)
+        return out.reshape(b, h, n, d).transpose(1, 2)
 
 
 class TreeLayout:

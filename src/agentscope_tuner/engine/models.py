@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -16,6 +18,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import logging as transformers_logging
 
 from agentscope_tuner.config import EngineConfig, LoraConfig, TunerModelConfig
 from agentscope_tuner.engine.attention import ATTENTION_NAME, CausalLayout, attention
@@ -62,6 +65,24 @@ class LoadedModel:
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
 
+def use_threads(threads: int | None) -> None:
+    """Set PyTorch's CPU threads; None leaves its own choice."""
+    if threads is not None:
+        torch.set_num_threads(threads)
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """No progress bars for moments of loading and saving."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
+
+
 def model_directory(model_path: str) -> str:
     """What `from_pretrained` should be given for a `model_path`.
 
@@ -95,10 +116,11 @@ def load_model(config: TunerModelConfig, engine: EngineConfig) -> LoadedModel:
     device = _device(engine)
     dtype = getattr(torch, engine.dtype)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=config.trust_remote_code)
-        model = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=dtype, trust_remote_code=config.trust_remote_code, use_safetensors=True
-        )
+        with quiet_transformers():
+            tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=config.trust_remote_code)
+            model = AutoModelForCausalLM.from_pretrained(
+                directory, dtype=dtype, trust_remote_code=config.trust_remote_code, use_safetensors=True
+            )
     except (OSError, ValueError, KeyError, ImportError) as exc:
         raise ModelError(
             f"model `{config.model_path}` cannot be loaded: {exc}\nGive a directory with safetensors weights and a "

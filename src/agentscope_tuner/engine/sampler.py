@@ -117,6 +117,8 @@ class Sampler:
         self._away: set[str] = set()
         """Open episodes that are between two calls."""
         self._quiet = asyncio.Event()
+        self._pending: set[_Request] = set()
+        """Everybody who awaits a completion: those waiting for a slot, those active, those being computed."""
         self._waiting: list[_Request] = []
         self._active: list[_Request] = []
         self._pump: asyncio.Task[None] | None = None
@@ -134,9 +136,8 @@ class Sampler:
         self._opened.pop(episode_id, None)
         self._calls.pop(episode_id, None)
         self._return(episode_id)
-        for request in [*self._waiting, *self._active]:
-            if request.episode_id == episode_id:
-                self._drop(request)
+        for request in [r for r in self._pending if r.episode_id == episode_id]:
+            self._drop(request)
         for slot in self._slots:
             if slot.episode_id == episode_id:
                 slot.episode_id = ""
@@ -174,6 +175,7 @@ class Sampler:
             rng=np.random.Generator(np.random.Philox(key=params.seed)),
             slot=_NO_SLOT,
         )
+        self._pending.add(request)
         self._waiting.append(request)
         self._return(episode_id)
         if self._pump is None or self._pump.done():
@@ -184,6 +186,7 @@ class Sampler:
             self._drop(request)
             raise
         finally:
+            self._pending.discard(request)
             if episode_id in self._opened:
                 self._leave(episode_id)
 
@@ -193,7 +196,7 @@ class Sampler:
         Raises:
             RuntimeError: completions are under way.
         """
-        if self._active or self._waiting:
+        if self._pending:
             raise RuntimeError("weights changed while completions were under way")
         self._decoder.refresh()
         self.policy_version += 1
@@ -231,10 +234,10 @@ class Sampler:
                 elif not self._waiting:
                     return
         except Exception as exc:  # everybody who waits has to hear of it
-            for request in [*self._waiting, *self._active]:
+            for request in self._pending:
                 if not request.future.done():
                     request.future.set_exception(exc)
-            self._waiting, self._active = [], []
+            self._pending, self._waiting, self._active = set(), [], []
             self._forget()
 
     async def _settle(self) -> None:

@@ -98,7 +98,7 @@ class TaskStream:
             raise DataError("there are no tasks to draw from, got an empty list; pass at least one task")
         if position < 0:
             raise ValueError(f"`position` must be at least 0, got {position}; it counts the tasks taken so far")
-        self._tasks = list(tasks)
+        self.tasks = list(tasks)
         self._seed = seed
         self._shuffle = shuffle
         self._position = position
@@ -112,7 +112,7 @@ class TaskStream:
     @property
     def epoch(self) -> int:
         """The number, from 0, of the epoch that the next task belongs to."""
-        return self._position // len(self._tasks)
+        return self._position // len(self.tasks)
 
     def take(self, n: int) -> list[Task]:
         """The next `n` tasks. They may reach into further epochs, and then a task may be among them twice.
@@ -124,16 +124,16 @@ class TaskStream:
             raise ValueError(f"`n` must be at least 0, got {n}; a stream does not run backwards")
         taken: list[Task] = []
         while len(taken) < n:
-            start = self._position % len(self._tasks)
+            start = self._position % len(self.tasks)
             part = self._order[start : start + n - len(taken)]
-            taken.extend(self._tasks[i] for i in part)
+            taken.extend(self.tasks[i] for i in part)
             self._position += len(part)
-            if start + len(part) == len(self._tasks):
+            if start + len(part) == len(self.tasks):
                 self._order = self._order_of(self.epoch)
         return taken
 
     def _order_of(self, epoch: int) -> list[int]:
-        order = list(range(len(self._tasks)))
+        order = list(range(len(self.tasks)))
         if self._shuffle:
             # Text seeds are hashed with SHA-512, so neighbouring seeds and epochs are unrelated on every machine.
             random.Random(f"{self._seed}-{epoch}").shuffle(order)

@@ -1,0 +1,1 @@
+"""Who owns the loop from tasks to updates."""

@@ -1,0 +1,336 @@
+"""The embedded engine's training loop: tasks, episodes, advantages, update; again.
+
+One process and one event loop. Agents and sampler take turns on it, the learner runs between two batches, and both
+work on the same weights, so there is nothing to ship from one to the other.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean, stdev
+
+from agentscope_tuner.algorithms import build_datums, compute_advantages
+from agentscope_tuner.chat import ChatRenderer
+from agentscope_tuner.config import TunerConfig, TunerModelConfig
+from agentscope_tuner.engine.checkpoint import (
+    TrainerState,
+    checkpoints,
+    latest_checkpoint,
+    restore,
+    save_checkpoint,
+)
+from agentscope_tuner.engine.learner import Learner
+from agentscope_tuner.engine.models import LoadedModel, load_model, model_directory, use_threads
+from agentscope_tuner.engine.sampler import Sampler
+from agentscope_tuner.errors import ConfigError, TooManyFailuresError
+from agentscope_tuner.readers import TaskStream, load_tasks, planned_steps
+from agentscope_tuner.recorder import PolicyModel
+from agentscope_tuner.reporting import ProgressView, RunFolder, TensorBoardWriter, draw_reward, read_episodes
+from agentscope_tuner.rollout import Rollout, summarize
+from agentscope_tuner.types import Episode, EpisodeGroup, EvalResult, StepMetrics, Task, Trajectory, TuneResult
+from agentscope_tuner.workflow import JudgeRunner, WorkflowRunner
+
+Advantages = list[tuple[Trajectory, float]]
+DECODINGS = ("greedy", "sampled")
+
+
+@dataclass(slots=True)
+class Engine:
+    """A loaded model with its sampler."""
+
+    loaded: LoadedModel
+    sampler: Sampler
+    model: PolicyModel
+
+    @classmethod
+    def start(cls, config: TunerModelConfig, run: TunerConfig) -> Engine:
+        """Load a model.
+
+        Raises:
+            ModelError: it cannot be loaded, or is not supported.
+            ConfigError: a setting does not fit it.
+        """
+        loaded = load_model(config, run.engine)
+        renderer = ChatRenderer(loaded.tokenizer, enable_thinking=config.enable_thinking)
+        sampler = Sampler(loaded, run.engine)
+        model = PolicyModel(
+            sampler, renderer, loaded.end_of_turn_ids, config.model_path, PolicyModel.params_of(config)
+        )
+        return cls(loaded, sampler, model)
+
+
+def start_engines(config: TunerConfig) -> tuple[Engine, dict[str, PolicyModel]]:
+    """The model to train, and the frozen ones.
+
+    Raises:
+        ModelError: one cannot be loaded, or is not supported.
+        ConfigError: a setting does not fit.
+    """
+    for model in (config.model, *config.auxiliary_models.values()):
+        model_directory(model.model_path)
+    use_threads(config.engine.threads)
+    engine = Engine.start(config.model, config)
+    helpers = {name: Engine.start(model, config).model for name, model in config.auxiliary_models.items()}
+    # What is loaded now stays; collecting garbage need not look at it again.
+    gc.collect()
+    gc.freeze()
+    return engine, helpers
+
+
+async def evaluate_policy(
+    rollout: Rollout, tasks: list[Task], decodings: tuple[str, ...], view: ProgressView, phase: str = "eval"
+) -> dict[str, EvalResult]:
+    """Run every task once per way of decoding. The same random numbers each time, so that runs can be compared."""
+    results = {}
+    for decoding in decodings:
+        view.phase(f"eval {decoding}", len(tasks))
+        params = rollout.model.params
+        if decoding == "greedy":
+            params = replace(params, temperature=0.0, top_p=1.0, top_k=0)
+        begun = time.perf_counter()
+        groups = await rollout.run(tasks, 1, phase=f"{phase}_{decoding}", params=params)
+        episodes = [episode for group in groups for episode in group.episodes]
+        results[decoding] = summarize([e.reward_mean for e in episodes], time.perf_counter() - begun)
+        results[decoding].metrics = mean_metrics(episodes)
+    return results
+
+
+class LocalRun:
+    """One training run on the embedded engine."""
+
+    def __init__(self, config: TunerConfig, workflow: WorkflowRunner, judge: JudgeRunner | None) -> None:
+        """Check everything that can be checked without a model, and prepare the run folder.
+
+        Raises:
+            ConfigError: settings are missing, or differ from those of the run that would be continued.
+            DataError: a dataset is missing, empty or malformed.
+            ModelError: a model path does not exist.
+        """
+        if config.train_dataset is None:
+            raise ConfigError("`train_dataset` is required for training; pass it to `tune()` or set it in the YAML")
+        self.config = config
+        self.workflow = workflow
+        self.judge = judge
+        model_directory(config.model.model_path)
+        tasks = load_tasks(config.train_dataset)
+        self.stream = TaskStream(tasks, seed=config.seed, shuffle=config.train_dataset.shuffle)
+        self.steps = planned_steps(config.train_dataset, len(tasks), config.algorithm.batch_size)
+        self.eval_tasks = load_tasks(config.eval_dataset) if config.eval_dataset else []
+        self.folder = RunFolder(Path(config.output_dir) / config.experiment_name)
+        self.view = ProgressView(self.steps)
+        self._phase_step = 0
+
+    async def run(self) -> TuneResult:
+        """Train from the beginning or from the newest checkpoint.
+
+        Raises:
+            TrainingStoppedError: training cannot go on; finished episodes and checkpoints are on disk.
+            CheckpointError: a checkpoint is damaged or cannot be written.
+        """
+        resumed = self.folder.prepare(self.config)
+        newest = latest_checkpoint(self.folder.checkpoints_dir) if resumed else None
+        self.engine, helpers = start_engines(self.config)
+        self.learner = Learner(
+            self.engine.loaded, self.config.algorithm, self.config.engine, self.config.model.max_tokens
+        )
+        state = TrainerState(0, 0, 0)
+        if newest is not None:
+            state = restore(newest, self.engine.loaded, self.learner)
+            self.engine.sampler.weights_changed()
+            self.stream = TaskStream(
+                self.stream.tasks,
+                seed=self.config.seed,
+                shuffle=self.config.train_dataset.shuffle,
+                position=state.reader_position,
+            )
+        if resumed:
+            self.folder.rewind(state.step if newest is not None else -1)
+        self.engine.sampler.policy_version = state.updates
+        self.rollout = Rollout(
+            self.workflow,
+            self.judge,
+            self.engine.model,
+            self.config.workflow,
+            self.config.seed,
+            helpers,
+            self._episode_done,
+        )
+        self.history = self.folder.read_metrics()
+        self.evaluations: dict[int, dict[str, EvalResult]] = {}
+        with self.folder, self._tensorboard() as self.board, self.view:
+            if newest is None:
+                await self._begin()
+            for step in range(state.step + 1, self.steps + 1):
+                await self._step(step)
+        result = self._result()
+        self.view.summary(result)
+        return result
+
+    # ------------------------------------------------------------------------------------------------ a step
+
+    async def _begin(self) -> None:
+        metrics = StepMetrics(step=0)
+        if self.eval_tasks:
+            await self._evaluate(metrics)
+            self._record(metrics)
+
+    async def _step(self, step: int) -> None:
+        metrics = StepMetrics(step=step)
+        self._phase_step = step
+        groups, advantages = await self._collect(metrics)
+        begun = time.perf_counter()
+        updates = build_datums(advantages, self.config.algorithm.updates_per_epoch)
+        if updates:
+            self.view.phase("train", 0)
+            done = self.learner.train(updates, lambda tokens: self.view.advance())
+            for name in ("loss", "grad_norm", "kl_to_sampler", "clip_fraction", "entropy", "learning_rate"):
+                setattr(metrics, name, getattr(done, name))
+            metrics.tokens_trained, metrics.tokens_packed = done.tokens_trained, done.tokens_packed
+            self.engine.sampler.weights_changed()
+            self.engine.sampler.policy_version = self.learner.updates
+        else:
+            self.view.message(f"step {step}: every group earned the same reward throughout, so nothing was learned")
+        metrics.time_train_s = time.perf_counter() - begun
+        describe(groups, metrics)
+        last = step == self.steps
+        if self.eval_tasks and (last or step % self.config.algorithm.eval_interval_steps == 0):
+            await self._evaluate(metrics)
+        self._record(metrics)
+        if last or step % self.config.algorithm.save_interval_steps == 0:
+            state = TrainerState(step, self.learner.updates, self.stream.position)
+            save_checkpoint(
+                self.folder.checkpoints_dir,
+                self.engine.loaded,
+                self.learner,
+                state,
+                keep=self.config.checkpoint.keep,
+            )
+
+    async def _collect(self, metrics: StepMetrics) -> tuple[list[EpisodeGroup], list[Advantages]]:
+        """A batch of groups; those that teach nothing are replaced, up to the bound."""
+        algorithm = self.config.algorithm
+        bound = algorithm.batch_size if algorithm.max_resampled_groups is None else algorithm.max_resampled_groups
+        begun = time.perf_counter()
+        groups: list[EpisodeGroup] = []
+        advantages: list[Advantages] = []
+        wanted = algorithm.batch_size
+        while wanted:
+            self.view.phase("rollout", wanted * algorithm.group_size)
+            tasks = self.stream.take(wanted)
+            new = await self.rollout.run(
+                tasks, algorithm.group_size, phase=f"train{metrics.step}", first=len(groups)
+            )
+            groups += new
+            advantages += compute_advantages(new, algorithm.advantage)
+            self._check_failures(groups)
+            silent = sum(not one for one in advantages)
+            wanted = min(silent - metrics.resampled_groups, bound - metrics.resampled_groups)
+            wanted = max(0, wanted)
+            metrics.resampled_groups += wanted
+        metrics.groups = len(groups)
+        metrics.zero_variance_groups = sum(not one for one in advantages)
+        metrics.time_rollout_s = time.perf_counter() - begun
+        return groups, advantages
+
+    def _check_failures(self, groups: list[EpisodeGroup]) -> None:
+        """Stop when too much fails, naming the commonest cause."""
+        errors = [e.error for group in groups for e in group.episodes if e.error is not None]
+        total = sum(len(group.episodes) for group in groups)
+        limit = self.config.algorithm.max_failed_fraction
+        if len(errors) > limit * total:
+            commonest, count = Counter(str(error) for error in errors).most_common(1)[0]
+            trace = next(error.traceback for error in errors if str(error) == commonest)
+            raise TooManyFailuresError(
+                f"{len(errors)} of {total} episodes failed, more than `algorithm.max_failed_fraction` ({limit:g}) "
+                f"allows; the commonest error ({count} times) is {commonest}\nAll episodes are in "
+                f"`{self.folder.episodes_dir}`{chr(10) + trace if trace else ''}"
+            )
+
+    async def _evaluate(self, metrics: StepMetrics) -> None:
+        self._phase_step = metrics.step
+        results = await evaluate_policy(self.rollout, self.eval_tasks, DECODINGS, self.view)
+        self.evaluations[metrics.step] = results
+        metrics.eval_reward_mean = results["greedy"].reward_mean
+        metrics.eval_reward_sampled_mean = results["sampled"].reward_mean
+        metrics.time_eval_s = sum(result.time_s for result in results.values())
+
+    # --------------------------------------------------------------------------------------------- reporting
+
+    def _episode_done(self, episode: Episode, phase: str) -> None:
+        kind = phase if phase.startswith("eval") else "train"
+        self.folder.write_episode(episode, phase=kind, step=self._phase_step)
+        self.view.tokens(episode.tokens_sampled)
+        self.view.episode_done(failed=episode.error is not None)
+
+    def _record(self, metrics: StepMetrics) -> None:
+        self.history.append(metrics)
+        self.folder.append_metrics(metrics)
+        if self.board is not None:
+            self.board.write(metrics)
+        self.view.step_done(metrics)
+        if metrics.eval_reward_mean is not None or metrics.step == self.steps:
+            draw_reward(self.history, self.folder.reward_png, self.config.experiment_name)
+
+    @contextmanager
+    def _tensorboard(self) -> Iterator[TensorBoardWriter | None]:
+        if self.config.monitor_type == "none":
+            yield None
+            return
+        board = TensorBoardWriter(self.folder.tensorboard_dir)
+        try:
+            yield board
+        finally:
+            board.close()
+
+    def _result(self) -> TuneResult:
+        return TuneResult(
+            checkpoint=checkpoints(self.folder.checkpoints_dir)[-1],
+            history=self.history,
+            run_dir=self.folder.path,
+            eval_before=self._evaluation(0),
+            eval_after=self._evaluation(self.steps),
+        )
+
+    def _evaluation(self, step: int) -> dict[str, EvalResult]:
+        """An evaluation of this run, or of the earlier part that it continues."""
+        if not self.eval_tasks:
+            return {}
+        if step in self.evaluations:
+            return self.evaluations[step]
+        found = {}
+        for decoding in DECODINGS:
+            path = self.folder.episodes_dir / f"eval_{decoding}_{step:06d}.jsonl"
+            if path.exists():
+                rewards = [row["reward"] for row in read_episodes(path)]
+                found[decoding] = summarize([fmean(reward.values()) if reward else None for reward in rewards])
+        return found
+
+
+def describe(groups: list[EpisodeGroup], metrics: StepMetrics) -> None:
+    """Fill in what the episodes of a batch say."""
+    episodes = [episode for group in groups for episode in group.episodes]
+    metrics.episodes = len(episodes)
+    metrics.episodes_failed = sum(episode.error is not None for episode in episodes)
+    metrics.tokens_sampled = sum(episode.tokens_sampled for episode in episodes)
+    rewards = [episode.reward_mean for episode in episodes if episode.reward_mean is not None]
+    if rewards:
+        metrics.reward_mean = fmean(rewards)
+        metrics.reward_std = stdev(rewards) if len(rewards) > 1 else 0.0
+    metrics.extra = mean_metrics(episodes)
+
+
+def mean_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
+    """Workflow and judge metrics, and the reward of each role, averaged over the episodes that have them."""
+    values: dict[str, list[float]] = defaultdict(list)
+    for episode in episodes:
+        for name, value in episode.metrics.items():
+            values[name].append(value)
+        for role, reward in (episode.reward or {}).items():
+            values[f"reward_mean/{role}"].append(reward)
+    return {name: fmean(found) for name, found in sorted(values.items())}

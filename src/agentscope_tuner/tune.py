@@ -1,0 +1,108 @@
+"""`tune()`: train a workflow's model."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, TypeVar
+
+from agentscope_tuner.config import AlgorithmConfig, DatasetConfig, TunerModelConfig, load_config
+from agentscope_tuner.types import TuneResult
+from agentscope_tuner.workflow import JudgeRunner, WorkflowRunner
+
+T = TypeVar("T")
+
+
+def tune(
+    workflow_func: Any,
+    config_path: str | Path | None = None,
+    *,
+    judge_func: Any = None,
+    train_dataset: DatasetConfig | None = None,
+    eval_dataset: DatasetConfig | None = None,
+    model: TunerModelConfig | None = None,
+    auxiliary_models: Mapping[str, TunerModelConfig] | None = None,
+    algorithm: AlgorithmConfig | None = None,
+    project_name: str | None = None,
+    experiment_name: str | None = None,
+    monitor_type: str | None = None,
+    backend: str | None = None,
+    overrides: Sequence[str] | Mapping[str, Any] = (),
+) -> TuneResult:
+    """Make a model better at a workflow by reinforcement learning.
+
+    Arguments given here are put on top of `config_path`, and `overrides` on top of both. Running the same
+    `experiment_name` again continues it.
+
+    Args:
+        workflow_func: a `Workflow` class or instance, or an async function in one of AgentScope's two forms.
+        config_path: a YAML file of `TunerConfig`'s form.
+        judge_func: a `Judge`, or an async function `(task, response) -> JudgeOutput`; asked where the workflow gives no
+            reward.
+        train_dataset: tasks to train on.
+        eval_dataset: held-out tasks; evaluated before, during and after training.
+        model: the model to train.
+        auxiliary_models: frozen models for workflow and judge functions.
+        algorithm: how it learns.
+        project_name: groups experiments.
+        experiment_name: names the run folder; a time stamp when not given.
+        monitor_type: `tensorboard` or `none`.
+        backend: `local`, the embedded engine.
+        overrides: `"key=value"` strings or a mapping, as on the command line.
+
+    Raises:
+        ConfigError: a setting is unknown, wrong or without effect; `SignatureError` where the workflow or judge is not
+            of an accepted form.
+        DataError: a dataset is missing, empty or malformed.
+        ModelError: the model cannot be loaded, or is not supported.
+        TrainingStoppedError: training cannot go on; finished episodes and checkpoints are on disk.
+        CheckpointError: a checkpoint is damaged or cannot be written.
+    """
+    workflow = WorkflowRunner(workflow_func)
+    judge = JudgeRunner(judge_func) if judge_func is not None else None
+    config = load_config(
+        config_path,
+        overrides=overrides,
+        blocks={
+            "train_dataset": train_dataset,
+            "eval_dataset": eval_dataset,
+            "model": model,
+            "auxiliary_models": auxiliary_models,
+            "algorithm": algorithm,
+            "project_name": project_name,
+            "experiment_name": experiment_name,
+            "monitor_type": monitor_type,
+            "backend": backend,
+        },
+        defaults={"experiment_name": f"Experiment-{datetime.now():%Y%m%d%H%M%S}"},
+    )
+    # The engine is imported only now: signatures and settings are checked before torch is loaded.
+    from agentscope_tuner.backends.local import LocalRun
+
+    return run_to_end(LocalRun(config, workflow, judge).run())
+
+
+def run_to_end(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine from synchronous code, also where an event loop is already running, as in notebooks."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    outcome: list[T] = []
+    errors: list[BaseException] = []
+
+    def target() -> None:
+        try:
+            outcome.append(asyncio.run(work))
+        except BaseException as exc:
+            errors.append(exc)
+
+    thread = threading.Thread(target=target, name="agentscope-tuner")
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return outcome[0]
