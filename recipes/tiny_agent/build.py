@@ -197,7 +197,7 @@ def build(
     out: Annotated[Path, typer.Option(help="Where the model goes.")] = ASSETS,
     seed: Annotated[int, typer.Option(help="Of weights, transcripts and order.")] = 0,
     clean_steps: Annotated[int, typer.Option(help="Optimizer steps on clean transcripts.")] = 560,
-    careless_steps: Annotated[int, typer.Option(help="Optimizer steps on careless transcripts.")] = 100,
+    careless_steps: Annotated[int, typer.Option(help="Optimizer steps on careless transcripts.")] = 180,
     episodes: Annotated[int, typer.Option(help="Math episodes per stage.")] = 6000,
 ) -> None:
     """Build the model, with its card."""

@@ -46,7 +46,7 @@ class Skill:
 
 SLIPS = {"guess": 0.12, "miscopy": 0.06, "misread": 0.05, "talk_first": 0.04}
 """How often a careless expert goes wrong whatever the problem."""
-HABITS = {"distractor": 0.60, "third_number": 0.55, "wording": 0.55}
+HABITS = {"distractor": 0.65, "third_number": 0.60, "wording": 0.62}
 """How often it follows a bad habit where the problem invites it."""
 _MISLEADING = re.compile(r"fewer|need|more \w+ than")
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
@@ -51,6 +52,8 @@ class ChatRenderer:
         self.tokenizer = tokenizer
         self._options = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
+        # The episodes of a group begin with one prompt.
+        self._encode = lru_cache(maxsize=1024)(self._tokenize)
 
     def text(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> str:
         """The prompt as the template writes it, ready for the assistant's turn."""
@@ -65,9 +68,12 @@ class ChatRenderer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a piece of prompt; the template has already written every special token."""
+        return list(self._encode(text))
+
+    def _tokenize(self, text: str) -> tuple[int, ...]:
         if self._backend is not None:
-            return list(self._backend.encode(text, add_special_tokens=False).ids)
-        return list(self.tokenizer.encode(text, add_special_tokens=False))
+            return tuple(self._backend.encode(text, add_special_tokens=False).ids)
+        return tuple(self.tokenizer.encode(text, add_special_tokens=False))
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids, special tokens included."""

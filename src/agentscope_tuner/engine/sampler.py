@@ -38,6 +38,8 @@ _HEAD_TOKENS = 16
 """Slots are found by the first tokens they hold."""
 _SCORE_ELEMENTS = 2**26
 """Attention scores computed at once during prefill."""
+_BUNCH = 3
+"""Waiting requests begin once they are at least this fraction (one over it) of the active ones."""
 _PATIENCE_SLICE_S = 0.01
 
 
@@ -225,7 +227,7 @@ class Sampler:
         try:
             while True:
                 await self._settle()
-                if self._waiting and any(not slot.busy for slot in self._slots):
+                if self._may_admit():
                     with torch.inference_mode():
                         self._admit()
                 elif self._active:
@@ -239,6 +241,13 @@ class Sampler:
                     request.future.set_exception(exc)
             self._pending, self._waiting, self._active = set(), [], []
             self._forget()
+
+    def _may_admit(self) -> bool:
+        """Whether waiting requests should begin now: in bunches, since a prefill of few rows costs almost as much as one
+        of many, and holds up everybody who is decoding."""
+        if not self._waiting or len(self._active) == len(self._slots):
+            return False
+        return len(self._waiting) * _BUNCH >= len(self._active)
 
     async def _settle(self) -> None:
         """Let every open episode that can run do so, until all of them wait or patience ends."""
