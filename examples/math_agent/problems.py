@@ -74,9 +74,7 @@ def make_problem(rng: random.Random) -> Problem:
         if "-" in form and a <= b:
             a, b = b + 1, a
     n, m = rng.sample(NAMES, 2)
-    words = dict(
-        a=a, b=b, c=c, n=n, m=m, i=rng.choice(ITEMS), x=rng.choice(BOXES), d=rng.randint(2, 99)
-    )
+    words = dict(a=a, b=b, c=c, n=n, m=m, i=rng.choice(ITEMS), x=rng.choice(BOXES), d=rng.randint(2, 99))
     sentences = rng.choice(WORDINGS[form]).format(**words)
     distractor = None
     if rng.random() < 0.4:

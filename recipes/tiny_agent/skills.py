@@ -24,8 +24,8 @@ from agentscope_tuner import ModelTuner, Task, Workflow, WorkflowOutput, Workflo
 from agentscope_tuner.chat import write_reply
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "math_agent"))
-from problems import ITEMS, NAMES, Problem, make_problems  # noqa: E402
-from workflow import MathAgent  # noqa: E402
+from problems import ITEMS, NAMES, Problem, make_problems
+from workflow import MathAgent
 
 Reply = Callable[[str], str]
 """From the text of a prompt to what the expert says."""
@@ -158,9 +158,7 @@ def talk_skill(count: int, seed: int) -> Skill:
             query, topology, workers = rng.choice(_JOBS)
             system = "You are a planner. Answer with a plan as JSON."
             answer = json.dumps({"topology": topology, "workers": workers})
-        tasks.append(
-            Task(main_query=query.format(**words), task_id=f"talk-{i}", metadata={"system_prompt": system})
-        )
+        tasks.append(Task(main_query=query.format(**words), task_id=f"talk-{i}", metadata={"system_prompt": system}))
         answers.append(answer)
     return Skill("talk", SmallTalk, tasks, lambda i: lambda _: answers[i])
 

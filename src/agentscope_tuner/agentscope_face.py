@@ -19,7 +19,7 @@ from agentscope_tuner.chat import Reply, parse_reply
 from agentscope_tuner.recorder import Completion, Recorder
 
 
-class RoleModel(ChatModelBase):  # type: ignore[misc]
+class RoleModel(ChatModelBase):
     """The chat model of one role: the policy where the role is trained, its default model where it is not."""
 
     def __init__(self, recorder: Recorder, role: str) -> None:
@@ -65,7 +65,11 @@ class RoleModel(ChatModelBase):  # type: ignore[misc]
         if not self._is_trained:
             model = self._recorder.default_model(self._role)
             given = {"tools": tools, "tool_choice": tool_choice, "structured_model": structured_model}
-            return await model(messages, **{k: v for k, v in given.items() if v is not None}, **options)
+            with self._recorder.elsewhere():
+                answer: ChatResponse | AsyncGenerator[ChatResponse, None] = await model(
+                    messages, **{k: v for k, v in given.items() if v is not None}, **options
+                )
+            return answer
         if tool_choice is not None:
             self._validate_tool_choice(tool_choice, tools or [])
         if structured_model is not None:

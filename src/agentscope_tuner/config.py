@@ -30,7 +30,7 @@ class _Config(BaseModel):
 
     def sets(self, field: str) -> bool:
         """Whether `field` was given a value other than its default."""
-        return getattr(self, field) != type(self).model_fields[field].get_default(call_default_factory=True)
+        return bool(getattr(self, field) != type(self).model_fields[field].get_default(call_default_factory=True))
 
 
 class LoraConfig(_Config):
@@ -95,7 +95,8 @@ class AlgorithmConfig(_Config):
     eval_interval_steps: int = Field(default=100, ge=1)
     """Steps between evaluations. Step 0 and the last step are always evaluated."""
     advantage: Literal["group_std", "mean_only"] = "group_std"
-    """Reward minus group mean, divided by the group's standard deviation (GRPO) or not (Dr. GRPO, arXiv:2503.20783)."""
+    """Reward minus group mean, divided by the group's standard deviation (GRPO), or not (Dr. GRPO,
+    arXiv:2503.20783)."""
     loss_weighting: Literal["token", "episode", "constant"] = "token"
     """`token`: every token of the batch counts the same (DAPO, arXiv:2503.14476). `episode`: every episode and role
     counts the same (GRPO). `constant`: the sum over tokens divided by `episodes * max_tokens` (Dr. GRPO)."""
@@ -108,9 +109,10 @@ class AlgorithmConfig(_Config):
     updates_per_epoch: int = Field(default=1, ge=1)
     """Optimizer steps per pass; the batch's groups are dealt out among them."""
     kl_coef: float = Field(default=0.0, ge=0.0)
-    """Weight of the k3 estimate of KL(policy || initial policy) in the loss."""
+    """Weight of KL(policy || initial policy) in the loss: the k3 estimate times the probability ratio, which makes its
+    gradient unbiased (arXiv:2512.02556)."""
     entropy_coef: float = 0.0
-    """Weight of the entropy bonus."""
+    """Weight of the entropy bonus: the mean entropy of the trained tokens, in nats, is subtracted from the loss."""
     warmup_steps: int = Field(default=0, ge=0)
     """Optimizer steps over which the learning rate rises linearly."""
     weight_decay: float = Field(default=0.0, ge=0.0)
@@ -250,7 +252,9 @@ class TunerConfig(_Config):
             raise ValueError(f"`{key}` has no effect: {why}; remove it")
 
         if self.workflow.trainable_targets == []:
-            raise ValueError("`workflow.trainable_targets` is empty, so nothing would be trained; name a role, or remove it")
+            raise ValueError(
+                "`workflow.trainable_targets` is empty, so nothing would be trained; name a role, or remove it"
+            )
         models = {"model": self.model} | {f"auxiliary_models.{k}": v for k, v in self.auxiliary_models.items()}
         for where, model in models.items():
             for key in ("tensor_parallel_size", "inference_engine_num", "tinker_config"):
@@ -293,7 +297,7 @@ def load_config(
     Raises:
         ConfigError: the file cannot be read, or a key is unknown, wrong, or without effect.
     """
-    merged = OmegaConf.create(dict(defaults or {}))
+    merged: Any = OmegaConf.create(dict(defaults or {}))
     try:
         if config_path is not None:
             merged = OmegaConf.merge(merged, _read_yaml(Path(config_path)))
@@ -354,7 +358,11 @@ def _explain(error: Any) -> str:
     if error["type"] == "extra_forbidden":
         known = list(_fields_at(location[:-1]))
         nearest = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.5)
-        hint = f"did you mean `{'.'.join([*location[:-1], nearest[0]])}`?" if nearest else f"known here: {', '.join(known)}"
+        hint = (
+            f"did you mean `{'.'.join([*location[:-1], nearest[0]])}`?"
+            if nearest
+            else f"known here: {', '.join(known)}"
+        )
         return f"unknown key `{key}`; {hint}"
     if error["type"] == "missing":
         return f"`{key}` is required"

@@ -53,7 +53,7 @@ async def _evaluate(
     config: TunerConfig, dataset: DatasetConfig, workflow: WorkflowRunner, judge: JudgeRunner | None
 ) -> dict[str, EvalResult]:
     # Imported here for the same reason as in `tune`.
-    from agentscope_tuner.backends.local import DECODINGS, evaluate_policy, start_engines
+    from agentscope_tuner.backends.local import evaluate_policy, start_engines
     from agentscope_tuner.readers import load_tasks
     from agentscope_tuner.reporting import ProgressView
     from agentscope_tuner.rollout import Rollout
@@ -71,4 +71,4 @@ async def _evaluate(
         lambda episode, _: view.episode_done(failed=episode.error is not None),
     )
     with view:
-        return await evaluate_policy(rollout, tasks, DECODINGS, view)
+        return await evaluate_policy(rollout, tasks, view, config.algorithm.max_failed_fraction)

@@ -50,6 +50,12 @@ class Policy(Protocol):
     def close_episode(self, episode_id: str) -> None:
         """The episode is over; whatever it still waits for is dropped."""
 
+    def pause_episode(self, episode_id: str) -> None:
+        """The episode waits for somebody else, such as a model behind an API; do not wait for it."""
+
+    def resume_episode(self, episode_id: str) -> None:
+        """The episode goes on."""
+
     async def sample(
         self,
         prompt_ids: list[int],

@@ -6,7 +6,8 @@ Nothing here knows AgentScope; each framework gets a thin face over this.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,8 +61,15 @@ class Recorder:
     """
 
     def __init__(
-        self, model: PolicyModel, *, episode_id: str, seed: int, trainable_targets: Sequence[str] | None = None
+        self,
+        model: PolicyModel,
+        *,
+        episode_id: str,
+        seed: int,
+        trainable_targets: Sequence[str] | None = None,
+        helps: Recorder | None = None,
     ) -> None:
+        """`helps` is the recorder of the episode that an auxiliary model serves."""
         self.model = model
         self.episode_id = episode_id
         self.calls: list[ModelCall] = []
@@ -72,6 +80,7 @@ class Recorder:
         self._conversation = Conversation(model.renderer, model.end_of_turn_ids)
         self._sent = 0
         self._closed = False
+        self._helps = helps
 
     def close(self) -> None:
         """The episode is over; a workflow that was abandoned can record nothing more."""
@@ -136,6 +145,15 @@ class Recorder:
 
     # ----------------------------------------------------------------------------------------------- calls
 
+    @contextmanager
+    def elsewhere(self) -> Iterator[None]:
+        """Around a call to another model: the policy need not wait for this episode meanwhile."""
+        self.model.policy.pause_episode(self.episode_id)
+        try:
+            yield
+        finally:
+            self.model.policy.resume_episode(self.episode_id)
+
     async def complete(
         self,
         role: str,
@@ -165,9 +183,8 @@ class Recorder:
             raise EpisodeTimeoutError(f"episode `{self.episode_id}` is over")
         params = self._params(options or {})
         prompt = self._conversation.render(messages, tools)
-        sample = await self.model.policy.sample(
-            prompt.ids, params, episode_id=self.episode_id, on_token=on_token
-        )
+        with self._helps.elsewhere() if self._helps is not None else nullcontext():
+            sample = await self.model.policy.sample(prompt.ids, params, episode_id=self.episode_id, on_token=on_token)
         text = self.text_of(sample.token_ids, params.stop)
         if self._closed:
             raise EpisodeTimeoutError(f"episode `{self.episode_id}` is over")

@@ -8,7 +8,7 @@ import time
 import traceback
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from statistics import NormalDist, fmean, stdev
 from typing import Any
 
@@ -21,6 +21,7 @@ from agentscope_tuner.errors import (
     EpisodeTimeoutError,
     NoTrainedCallError,
     RewardError,
+    RoleError,
     TunerError,
 )
 from agentscope_tuner.model_tuner import ModelTuner
@@ -45,6 +46,8 @@ class Rollout:
     auxiliary_models: Mapping[str, PolicyModel]
     on_episode: Callable[[Episode, str], None] | None = None
     """Called with each finished episode and its phase."""
+    registered: set[str] = field(default_factory=set)
+    """Roles that episodes registered or spoke as."""
 
     @property
     def trainable_targets(self) -> list[str] | None:
@@ -93,10 +96,21 @@ class Rollout:
                     ]
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
-        return [
+        groups = [
             EpisodeGroup(task, [episode.result() for episode in episodes])
             for task, episodes in zip(tasks, running, strict=True)
         ]
+        self._check_targets(groups)
+        return groups
+
+    def _check_targets(self, groups: Sequence[EpisodeGroup]) -> None:
+        """A target that no episode knows is a mistake, even where others are trained."""
+        unknown = sorted(set(self.trainable_targets or ()) - self.registered)
+        if unknown and any(group.succeeded for group in groups):
+            raise RoleError(
+                f"`trainable_targets` names `{unknown[0]}`, which no episode registered; registered: "
+                f"{', '.join(f'`{role}`' for role in sorted(self.registered)) or 'none'}"
+            )
 
     async def run_episode(self, task: WorkflowTask, params: SamplingParams | None = None) -> Episode:
         """Run one episode; a failure is recorded in it.
@@ -105,18 +119,14 @@ class Rollout:
             TunerError: something that is wrong with the run, not with this episode.
         """
         model = self.model if params is None else replace(self.model, params=params)
-        recorder = Recorder(
-            model, episode_id=task.episode_id, seed=task.seed, trainable_targets=self.trainable_targets
-        )
+        recorder = Recorder(model, episode_id=task.episode_id, seed=task.seed, trainable_targets=self.trainable_targets)
         auxiliary = {
-            name: Recorder(helper, episode_id=f"{task.episode_id}/{name}", seed=task.seed)
+            name: Recorder(helper, episode_id=f"{task.episode_id}/{name}", seed=task.seed, helps=recorder)
             for name, helper in self.auxiliary_models.items()
         }
         episode = Episode(task, calls=recorder.calls)
         begun = time.perf_counter()
-        recorders = [recorder, *auxiliary.values()]
-        for each in recorders:
-            each.model.policy.open_episode(each.episode_id)
+        recorder.model.policy.open_episode(recorder.episode_id)
         try:
             await self._perform(episode, recorder, {name: ModelTuner(r) for name, r in auxiliary.items()})
         except Exception as exc:
@@ -126,9 +136,10 @@ class Rollout:
             episode.error = EpisodeError(type(exc).__name__, str(exc), trace)
             episode.reward = None
         finally:
-            for each in recorders:
+            for each in (recorder, *auxiliary.values()):
                 each.close()
                 each.model.policy.close_episode(each.episode_id)
+            self.registered |= set(recorder.roles) | {call.role for call in recorder.calls}
         episode.time_s = time.perf_counter() - begun
         return episode
 

@@ -25,6 +25,12 @@ class ScriptedPolicy:
     def close_episode(self, episode_id: str) -> None:
         """Nothing to drop."""
 
+    def pause_episode(self, episode_id: str) -> None:
+        """Nothing waits for it."""
+
+    def resume_episode(self, episode_id: str) -> None:
+        """Nothing waited for it."""
+
     async def sample(
         self,
         prompt_ids: list[int],

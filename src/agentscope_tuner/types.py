@@ -177,6 +177,7 @@ class Episode:
 
     @property
     def tokens_sampled(self) -> int:
+        """Tokens that trained roles wrote."""
         return sum(len(call.completion_ids) for call in self.calls)
 
     def trajectories(self) -> Iterator[Trajectory]:

@@ -5,6 +5,7 @@ Every form becomes a `WorkflowRunner`, so nothing above this room knows how the 
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import math
@@ -33,6 +34,8 @@ JUDGE_FORMS = """\
         async def judge(self, task: WorkflowTask, output: WorkflowOutput) -> JudgeOutput
 
     async def my_judge(task, response[, auxiliary_models][, logger]) -> JudgeOutput"""
+
+_WORKFLOW_RETURNS = (float, int, "WorkflowOutput")
 
 _logger = logging.getLogger("agentscope_tuner.workflow")
 
@@ -72,9 +75,7 @@ class WorkflowRunner:
         target = workflow if isinstance(workflow, (type, Workflow)) else None
         fields = target() if isinstance(target, type) else target
         self.trainable_targets: list[str] | None = fields.trainable_targets if fields is not None else None
-        self.name: str = (
-            (fields.name or type(fields).__name__) if fields is not None else getattr(workflow, "__name__", "workflow")
-        )
+        self.name: str = (fields.name or type(fields).__name__) if fields is not None else _function_name(workflow)
 
     async def run(
         self, task: WorkflowTask, model_tuner: ModelTuner, auxiliary_models: Mapping[str, Any]
@@ -99,9 +100,7 @@ class JudgeRunner:
         check_judge(judge)
         self._judge = judge() if isinstance(judge, type) else judge
 
-    async def run(
-        self, task: WorkflowTask, output: WorkflowOutput, auxiliary_models: Mapping[str, Any]
-    ) -> JudgeOutput:
+    async def run(self, task: WorkflowTask, output: WorkflowOutput, auxiliary_models: Mapping[str, Any]) -> JudgeOutput:
         """Score one output.
 
         Raises:
@@ -124,7 +123,7 @@ def check_workflow(workflow: Any) -> None:
     Raises:
         SignatureError: shows the accepted forms and what was got.
     """
-    if isinstance(workflow, type) or isinstance(workflow, Workflow):
+    if isinstance(workflow, (type, Workflow)):
         _check_workflow_class(workflow)
     elif callable(workflow):
         _check_function(
@@ -133,7 +132,7 @@ def check_workflow(workflow: Any) -> None:
             forms=WORKFLOW_FORMS,
             required=("task", "model"),
             optional=("system_prompt", "auxiliary_models", "logger"),
-            returns=(float, int, "WorkflowOutput"),
+            returns=_WORKFLOW_RETURNS,
         )
     else:
         raise _mismatch("workflow", WORKFLOW_FORMS, f"got {_show(workflow)}, which is neither a class nor a function")
@@ -145,11 +144,11 @@ def check_judge(judge: Any) -> None:
     Raises:
         SignatureError: shows the accepted forms and what was got.
     """
-    if isinstance(judge, type) or isinstance(judge, Judge):
+    if isinstance(judge, (type, Judge)):
         cls = judge if isinstance(judge, type) else type(judge)
         if not issubclass(cls, Judge):
             raise _mismatch("judge", JUDGE_FORMS, f"class `{cls.__name__}` does not inherit from `Judge`")
-        _check_method(cls, "judge", ("task", "output"), "judge", JUDGE_FORMS)
+        _check_method(cls, "judge", ("task", "output"), "judge", JUDGE_FORMS, ("JudgeOutput",))
         if isinstance(judge, type):
             _instantiate(judge, "judge", JUDGE_FORMS)
     elif callable(judge):
@@ -171,8 +170,13 @@ def _check_workflow_class(workflow: Any) -> None:
         raise _mismatch("workflow", WORKFLOW_FORMS, f"class `{cls.__name__}` does not inherit from `Workflow`")
     if cls.execute is Workflow.execute:
         raise _mismatch("workflow", WORKFLOW_FORMS, f"class `{cls.__name__}` does not define `execute`")
-    _check_method(cls, "execute", ("task", "model_tuner"), "workflow", WORKFLOW_FORMS)
+    _check_method(cls, "execute", ("task", "model_tuner"), "workflow", WORKFLOW_FORMS, _WORKFLOW_RETURNS)
     one = _instantiate(workflow, "workflow", WORKFLOW_FORMS) if isinstance(workflow, type) else workflow
+    if isinstance(one.trainable_targets, str):
+        raise SignatureError(
+            f"`{cls.__name__}.trainable_targets` must be a list of roles, got {one.trainable_targets!r}; write "
+            f"`[{one.trainable_targets!r}]`"
+        )
     if one.trainable_targets == []:
         raise SignatureError(
             f"`{cls.__name__}.trainable_targets` is empty, so nothing would be trained; name the roles that learn, or "
@@ -189,14 +193,19 @@ def _instantiate(cls: type, what: str, forms: str) -> Any:
         ) from exc
 
 
-def _check_method(cls: type, name: str, parameters: tuple[str, ...], what: str, forms: str) -> None:
+def _check_method(
+    cls: type, name: str, parameters: tuple[str, ...], what: str, forms: str, returns: tuple[Any, ...]
+) -> None:
     method = getattr(cls, name)
     shown = f"`{cls.__name__}.{name}{_signature(method)}`"
     if not inspect.iscoroutinefunction(method):
         raise _mismatch(what, forms, f"{shown} is not `async def`")
-    got = tuple(inspect.signature(method).parameters)[1:]
-    if got != parameters:
+    got = list(inspect.signature(method).parameters.values())[1:]
+    by_position = all(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in got)
+    if tuple(p.name for p in got) != parameters or not by_position:
         raise _mismatch(what, forms, f"{shown} must take exactly ({', '.join(('self', *parameters))})")
+    if why := _wrong_return(method, returns):
+        raise _mismatch(what, forms, f"{shown} {why}")
 
 
 def _check_function(
@@ -208,7 +217,7 @@ def _check_function(
     optional: tuple[str, ...],
     returns: tuple[Any, ...],
 ) -> None:
-    shown = f"`{getattr(function, '__name__', type(function).__name__)}{_signature(function)}`"
+    shown = f"`{_function_name(function)}{_signature(function)}`"
 
     def wrong(why: str) -> SignatureError:
         return _mismatch(what, forms, f"{shown} {why}")
@@ -219,7 +228,7 @@ def _check_function(
         getattr(function, "__call__", None)  # noqa: B004
     ):
         raise wrong("is not `async def`")
-    parameters = inspect.signature(function).parameters
+    parameters = _free_parameters(function)
     for parameter in parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             raise wrong(f"takes `{parameter}`; name the parameters")
@@ -233,10 +242,23 @@ def _check_function(
         raise wrong(f"has the unknown parameter `{unknown[0]}`; known are {', '.join(required + optional)}")
     if "system_prompt" in parameters and parameters["system_prompt"].default is inspect.Parameter.empty:
         raise wrong("needs a default for `system_prompt`: training changes weights, not prompts")
+    if why := _wrong_return(function, returns):
+        raise wrong(why)
+
+
+def _free_parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """The parameters that are left to give: a `partial` has bound some."""
+    bound = function.keywords if isinstance(function, functools.partial) else {}
+    return {name: p for name, p in inspect.signature(function).parameters.items() if name not in bound}
+
+
+def _wrong_return(function: Callable[..., Any], returns: tuple[Any, ...]) -> str:
+    """What is wrong with the return annotation; empty when nothing is."""
     annotation = _return_annotation(function)
-    if annotation is not inspect.Signature.empty and not _may_return(annotation, returns):
-        names = " or ".join(f"`{r if isinstance(r, str) else r.__name__}`" for r in returns if r is not int)
-        raise wrong(f"is annotated to return `{_name(annotation)}`, not {names}")
+    if annotation is inspect.Signature.empty or _may_return(annotation, returns):
+        return ""
+    names = " or ".join(f"`{r if isinstance(r, str) else r.__name__}`" for r in returns if r is not int)
+    return f"is annotated to return `{_name(annotation)}`, not {names}"
 
 
 def _return_annotation(function: Callable[..., Any]) -> Any:
@@ -255,6 +277,10 @@ def _may_return(annotation: Any, returns: tuple[Any, ...]) -> bool:
         return all(_may_return(part, returns) for part in typing.get_args(annotation))
     # By name: AgentScope's own output classes have the same names, and are accepted.
     return annotation in returns or getattr(annotation, "__name__", "") in returns
+
+
+def _function_name(function: Any) -> str:
+    return str(getattr(getattr(function, "func", function), "__name__", type(function).__name__))
 
 
 def _name(annotation: Any) -> str:
@@ -286,7 +312,7 @@ def _mismatch(what: str, forms: str, got: str) -> SignatureError:
 async def _call(
     function: Callable[..., Awaitable[Any]], positional: tuple[Any, Any], optional: Mapping[str, Any]
 ) -> Any:
-    parameters = inspect.signature(function).parameters
+    parameters = _free_parameters(function)
     first, second = ("task", "model") if "model" in parameters else ("task", "response")
     named = {first: positional[0], second: positional[1]}
     named |= {name: value for name, value in optional.items() if name in parameters}

@@ -65,9 +65,7 @@ def build_datums(advantages: Sequence[Sequence[tuple[Trajectory, float]]], updat
     return [datums for datums in dealt if datums]
 
 
-def weigh(
-    datums: Sequence[Datum], weighting: Literal["token", "episode", "constant"], max_tokens: int
-) -> None:
+def weigh(datums: Sequence[Datum], weighting: Literal["token", "episode", "constant"], max_tokens: int) -> None:
     """Set the weights so that the update's loss is the weighted sum over its tokens.
 
     `token`: one over the number of tokens. `episode`: the mean over trajectories of the mean over a trajectory's

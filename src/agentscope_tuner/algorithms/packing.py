@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 MIN_SHARED = 24
 """Shorter shared stretches are not worth a node of their own: they cost more in overhead than they save."""
@@ -82,12 +83,10 @@ def _build(sequences: Sequence[list[int]], batch: list[int], shared: list[int], 
     """One tree from sorted sequences; `shared[i]` is the overlap of `batch[i]` with its left neighbour."""
     tree = PackedTree()
     # A sequence that its right neighbour extends needs no node: it is the beginning of that one.
-    extended = [
-        i + 1 < len(batch) and shared[i + 1] == len(sequences[batch[i]]) for i in range(len(batch))
-    ]
+    extended = [i + 1 < len(batch) and shared[i + 1] == len(sequences[batch[i]]) for i in range(len(batch))]
     leaves = [i for i in range(len(batch)) if not extended[i]]
     # Overlap of neighbouring leaves: the least overlap on the way from one to the next.
-    overlaps = [0] + [min(shared[a + 1 : b + 1]) for a, b in zip(leaves, leaves[1:], strict=False)]
+    overlaps = [0] + [min(shared[a + 1 : b + 1]) for a, b in pairwise(leaves)]
     paths: dict[int, list[int]] = {}
 
     def grow(low: int, high: int, depth: int, path: list[int]) -> list[tuple[int, int, list[int]]]:

@@ -59,9 +59,7 @@ class Engine:
         loaded = load_model(config, run.engine)
         renderer = ChatRenderer(loaded.tokenizer, enable_thinking=config.enable_thinking)
         sampler = Sampler(loaded, run.engine)
-        model = PolicyModel(
-            sampler, renderer, loaded.end_of_turn_ids, config.model_path, PolicyModel.params_of(config)
-        )
+        model = PolicyModel(sampler, renderer, loaded.end_of_turn_ids, config.model_path, PolicyModel.params_of(config))
         return cls(loaded, sampler, model)
 
 
@@ -83,19 +81,40 @@ def start_engines(config: TunerConfig) -> tuple[Engine, dict[str, PolicyModel]]:
     return engine, helpers
 
 
+def check_failures(episodes: Sequence[Episode], limit: float) -> None:
+    """Stop when too much fails.
+
+    Raises:
+        TooManyFailuresError: names the commonest cause.
+    """
+    errors = [episode.error for episode in episodes if episode.error is not None]
+    if len(errors) > limit * len(episodes):
+        commonest, count = Counter(str(error) for error in errors).most_common(1)[0]
+        trace = next(error.traceback for error in errors if str(error) == commonest)
+        raise TooManyFailuresError(
+            f"{len(errors)} of {len(episodes)} episodes failed, more than `algorithm.max_failed_fraction` ({limit:g}) "
+            f"allows; the commonest error ({count} times) is {commonest}\n{trace}".rstrip()
+        )
+
+
 async def evaluate_policy(
-    rollout: Rollout, tasks: list[Task], decodings: tuple[str, ...], view: ProgressView, phase: str = "eval"
+    rollout: Rollout, tasks: list[Task], view: ProgressView, max_failed_fraction: float
 ) -> dict[str, EvalResult]:
-    """Run every task once per way of decoding. The same random numbers each time, so that runs can be compared."""
+    """Run every task once greedily and once sampled, with the same random numbers each time it is called.
+
+    Raises:
+        TooManyFailuresError: too many episodes failed for the mean to mean anything.
+    """
     results = {}
-    for decoding in decodings:
+    for decoding in DECODINGS:
         view.phase(f"eval {decoding}", len(tasks))
         params = rollout.model.params
         if decoding == "greedy":
             params = replace(params, temperature=0.0, top_p=1.0, top_k=0)
         begun = time.perf_counter()
-        groups = await rollout.run(tasks, 1, phase=f"{phase}_{decoding}", params=params)
+        groups = await rollout.run(tasks, 1, phase=f"eval_{decoding}", params=params)
         episodes = [episode for group in groups for episode in group.episodes]
+        check_failures(episodes, max_failed_fraction)
         results[decoding] = summarize([e.reward_mean for e in episodes], time.perf_counter() - begun)
         results[decoding].metrics = mean_metrics(episodes)
     return results
@@ -115,12 +134,13 @@ class LocalRun:
         if config.train_dataset is None:
             raise ConfigError("`train_dataset` is required for training; pass it to `tune()` or set it in the YAML")
         self.config = config
+        self.dataset = config.train_dataset
         self.workflow = workflow
         self.judge = judge
         model_directory(config.model.model_path)
-        tasks = load_tasks(config.train_dataset)
-        self.stream = TaskStream(tasks, seed=config.seed, shuffle=config.train_dataset.shuffle)
-        self.steps = planned_steps(config.train_dataset, len(tasks), config.algorithm.batch_size)
+        tasks = load_tasks(self.dataset)
+        self.stream = TaskStream(tasks, seed=config.seed, shuffle=self.dataset.shuffle)
+        self.steps = planned_steps(self.dataset, len(tasks), config.algorithm.batch_size)
         self.eval_tasks = load_tasks(config.eval_dataset) if config.eval_dataset else []
         self.folder = RunFolder(Path(config.output_dir) / config.experiment_name)
         self.view = ProgressView(self.steps)
@@ -146,7 +166,7 @@ class LocalRun:
             self.stream = TaskStream(
                 self.stream.tasks,
                 seed=self.config.seed,
-                shuffle=self.config.train_dataset.shuffle,
+                shuffle=self.dataset.shuffle,
                 position=state.reader_position,
             )
         if resumed:
@@ -223,12 +243,10 @@ class LocalRun:
         while wanted:
             self.view.phase("rollout", wanted * algorithm.group_size)
             tasks = self.stream.take(wanted)
-            new = await self.rollout.run(
-                tasks, algorithm.group_size, phase=f"train{metrics.step}", first=len(groups)
-            )
+            new = await self.rollout.run(tasks, algorithm.group_size, phase=f"train{metrics.step}", first=len(groups))
             groups += new
             advantages += compute_advantages(new, algorithm.advantage)
-            self._check_failures(groups)
+            check_failures([e for group in groups for e in group.episodes], algorithm.max_failed_fraction)
             silent = sum(not one for one in advantages)
             wanted = min(silent - metrics.resampled_groups, bound - metrics.resampled_groups)
             wanted = max(0, wanted)
@@ -238,23 +256,11 @@ class LocalRun:
         metrics.time_rollout_s = time.perf_counter() - begun
         return groups, advantages
 
-    def _check_failures(self, groups: list[EpisodeGroup]) -> None:
-        """Stop when too much fails, naming the commonest cause."""
-        errors = [e.error for group in groups for e in group.episodes if e.error is not None]
-        total = sum(len(group.episodes) for group in groups)
-        limit = self.config.algorithm.max_failed_fraction
-        if len(errors) > limit * total:
-            commonest, count = Counter(str(error) for error in errors).most_common(1)[0]
-            trace = next(error.traceback for error in errors if str(error) == commonest)
-            raise TooManyFailuresError(
-                f"{len(errors)} of {total} episodes failed, more than `algorithm.max_failed_fraction` ({limit:g}) "
-                f"allows; the commonest error ({count} times) is {commonest}\nAll episodes are in "
-                f"`{self.folder.episodes_dir}`{chr(10) + trace if trace else ''}"
-            )
-
     async def _evaluate(self, metrics: StepMetrics) -> None:
         self._phase_step = metrics.step
-        results = await evaluate_policy(self.rollout, self.eval_tasks, DECODINGS, self.view)
+        results = await evaluate_policy(
+            self.rollout, self.eval_tasks, self.view, self.config.algorithm.max_failed_fraction
+        )
         self.evaluations[metrics.step] = results
         metrics.eval_reward_mean = results["greedy"].reward_mean
         metrics.eval_reward_sampled_mean = results["sampled"].reward_mean

@@ -54,10 +54,11 @@ def parse_reply(completion: str, *, tools: bool) -> Reply:
 
 
 def write_reply(reply_text: str, calls: list[tuple[str, Mapping[str, Any]]]) -> str:
-    """The completion that says `reply_text` and makes these calls: the inverse of `parse_reply`, for scripted models."""
+    """The completion that says this and makes these calls: the inverse of `parse_reply`, for scripted models."""
     parts = [reply_text] if reply_text else []
     for name, arguments in calls:
-        body = json.dumps({"name": name, "arguments": dict(arguments)}, ensure_ascii=False)
+        # JSON may write `/` as `\/`; so an argument that holds a closing tag does not close the call.
+        body = json.dumps({"name": name, "arguments": dict(arguments)}, ensure_ascii=False).replace("</", "<\\/")
         parts.append(f"<tool_call>\n{body}\n</tool_call>")
     return "\n".join(parts)
 
@@ -76,7 +77,7 @@ def _split_thinking(completion: str) -> tuple[str, str]:
 def _tool_call(body: str) -> ToolCall | None:
     try:
         call = json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):  # thousands of brackets are not too many for a model
         return None
     if not isinstance(call, dict):
         return None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -50,7 +51,7 @@ class ChatRenderer:
                 "know it; remove it"
             )
         self.tokenizer = tokenizer
-        self._options = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
+        self._options: dict[str, Any] = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         # The episodes of a group begin with one prompt.
         self._encode = lru_cache(maxsize=1024)(self._tokenize)
@@ -59,7 +60,7 @@ class ChatRenderer:
         """The prompt as the template writes it, ready for the assistant's turn."""
         rendered = self.tokenizer.apply_chat_template(
             list(messages),
-            tools=list(tools) if tools else None,
+            tools=[dict(tool) for tool in tools] if tools else None,
             tokenize=False,
             add_generation_prompt=True,
             **self._options,
@@ -71,6 +72,8 @@ class ChatRenderer:
         return list(self._encode(text))
 
     def _tokenize(self, text: str) -> tuple[int, ...]:
+        # A tool call's JSON may hold half of a surrogate pair, which is not text.
+        text = text.encode(errors="replace").decode()
         if self._backend is not None:
             return tuple(self._backend.encode(text, add_special_tokens=False).ids)
         return tuple(self.tokenizer.encode(text, add_special_tokens=False))
@@ -217,10 +220,8 @@ def _plain_tool_call(call: Mapping[str, Any]) -> dict[str, Any]:
     function = call.get("function", call)
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
-        try:
+        with suppress(ValueError):  # templates write a string as it is
             arguments = json.loads(arguments)
-        except ValueError:
-            pass  # templates write a string as it is
     plain = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
     if call.get("id"):
         plain["id"] = call["id"]

@@ -93,9 +93,7 @@ class KVCache:
     def _empty(self, capacity: int) -> Tensor:
         kv_heads, head_dim = self._shape
         # Padding reaches keys that were never written; they are masked, but must be finite.
-        return torch.zeros(
-            self.slots, kv_heads, capacity, head_dim, dtype=self._like.dtype, device=self._like.device
-        )
+        return torch.zeros(self.slots, kv_heads, capacity, head_dim, dtype=self._like.dtype, device=self._like.device)
 
     def reserve(self, tokens: int) -> None:
         """Make room for `tokens` own tokens in every slot."""
@@ -138,13 +136,15 @@ class SlotGroup:
         self.trunk = trunk
         self.rows = len(slots)
         # Neighbouring slots are read as a view; others have to be gathered.
-        self.contiguous = slice(slots[0], slots[0] + len(slots)) if slots == list(
-            range(slots[0], slots[0] + len(slots))
-        ) else None
+        self.contiguous = (
+            slice(slots[0], slots[0] + len(slots)) if slots == list(range(slots[0], slots[0] + len(slots))) else None
+        )
         self.slots = torch.tensor(slots, device=device)
         # (B, N); padding at the end of the context would run out of the slot. What it overwrites there is not read:
         # a row that is padded has fewer tokens than that.
-        self.own = (torch.tensor(starts, device=device)[:, None] + torch.arange(new, device=device)).clamp_(max=capacity - 1)
+        self.own = (torch.tensor(starts, device=device)[:, None] + torch.arange(new, device=device)).clamp_(
+            max=capacity - 1
+        )
         self.keys = min(max(starts) + new, capacity)
         visible = torch.arange(self.keys, device=device) <= self.own[:, :, None]
         self.mask = torch.zeros(visible.shape, device=device).masked_fill_(~visible, MASKED)[:, None, None]

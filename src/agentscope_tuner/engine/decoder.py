@@ -6,7 +6,7 @@ library. It is used only when it agrees with the modules on a probe.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -47,7 +47,8 @@ class ModuleDecoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(B, D) to (B, V), float32."""
-        return self._loaded.head(hidden).float()
+        logits: Tensor = self._loaded.head(hidden)
+        return logits.float()
 
 
 class _Linear:
@@ -62,14 +63,15 @@ class _Linear:
 
     def __call__(self, x: Tensor) -> Tensor:
         if self._packed:
-            return torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
+            out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
+            return out
         return F.linear(x, self._weight, self._bias)
 
 
 class _Layer:
     """The weights of one transformer block."""
 
-    def __init__(self, block: nn.Module, rows: int, packed: bool) -> None:
+    def __init__(self, block: Any, rows: int, packed: bool) -> None:
         attention, mlp = block.self_attn, block.mlp
 
         def join(*layers: nn.Module) -> _Linear:
@@ -168,7 +170,7 @@ def choose_decoder(loaded: LoadedModel, rows: int, *, fused: bool) -> Decoder:
     if not fused or config.model_type not in FUSED_FAMILIES or rope in ("dynamic", "longrope"):
         return modules
     device = loaded.device
-    probe = (torch.arange(24, device=device) * 7919 % loaded.head.weight.shape[0]).view(2, 12)  # type: ignore[union-attr]
+    probe = (torch.arange(24, device=device) * 7919 % loaded.vocabulary).view(2, 12)
     positions = torch.arange(12, device=device).expand(2, 12)
 
     def logprobs(decoder: Decoder) -> Tensor:

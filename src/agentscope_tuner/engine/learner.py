@@ -10,6 +10,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,6 +41,10 @@ class UpdateMetrics:
     learning_rate: float = 0.0
     tokens_trained: int = 0
     tokens_packed: int = 0
+    logprob_gap: float = 0.0
+    """Largest difference between a recorded log-probability and the learner's ..."""
+    gap_datum: int = 0
+    """... and the datum it was found in."""
 
 
 @dataclass(slots=True)
@@ -121,7 +126,7 @@ class Learner:
         passes: list[UpdateMetrics] = []
         for epoch in range(self._algorithm.epochs_per_batch):
             for index, (datums, reference) in enumerate(zip(updates, references, strict=True)):
-                on_policy = epoch == 0 and index == 0
+                on_policy = epoch == index == 0
                 passes.append(self._update(datums, reference, on_policy, on_tree))
         total = UpdateMetrics(learning_rate=passes[-1].learning_rate)
         for one in passes:
@@ -138,74 +143,75 @@ class Learner:
         on_policy: bool,
         on_tree: Callable[[int], None] | None,
     ) -> UpdateMetrics:
-        metrics = UpdateMetrics()
-        worst = (0.0, 0)
         for parameter in self.parameters.values():
             parameter.grad = None
-        for loss, gap, call in self._backward(datums, reference, metrics, on_tree):
-            metrics.loss += loss
-            worst = max(worst, (gap, call))
-        if on_policy and not worst[0] <= self._parity_tolerance:
-            raise self._parity_error(datums[worst[1]].call, worst[0])
+        metrics = self.accumulate(datums, reference, on_tree)
+        if on_policy and not metrics.logprob_gap <= self._parity_tolerance:
+            raise self._parity_error(datums[metrics.gap_datum].call, metrics.logprob_gap)
         metrics.grad_norm, metrics.learning_rate = self._step()
-        n = metrics.tokens_trained
-        metrics.kl_to_sampler /= n
-        metrics.clip_fraction /= n
-        metrics.entropy /= n
         return metrics
 
-    def _backward(
+    def accumulate(
         self,
         datums: list[Datum],
-        reference: list[Tensor] | None,
-        metrics: UpdateMetrics,
-        on_tree: Callable[[int], None] | None,
-    ) -> Iterator[tuple[float, float, int]]:
-        """Accumulate gradients tree by tree; yields (loss, largest log-probability gap, the call it was found in)."""
+        reference: list[Tensor] | None = None,
+        on_tree: Callable[[int], None] | None = None,
+    ) -> UpdateMetrics:
+        """Add the gradient of the datums' loss to the parameters' `grad`.
+
+        Args:
+            datums: weighed (see `weigh`).
+            reference: the reference policy's log-probabilities (T,) of each datum's call, for the KL term.
+            on_tree: called with the number of tokens after each packed tree.
+        """
         device = self._loaded.device
         algorithm = self._algorithm
-        old = _Columns(datums, device)
+        metrics = UpdateMetrics()
+        columns = _Columns(datums, device)
+        entropy_weight = algorithm.entropy_coef / sum(len(datum.call.completion_ids) for datum in datums)
         for tree, entries in pack_calls([datum.call for datum in datums], self._micro_batch_tokens):
-            column = old.of(entries)
+            column = columns.of(entries)
             reference_logprobs = None
             if reference is not None:
-                at = zip(entries.call.tolist(), entries.offset.tolist(), strict=True)
-                reference_logprobs = torch.stack([reference[call][offset] for call, offset in at]).to(device)
+                reference_logprobs = torch.cat([reference[member] for member in tree.members]).to(device)
             hidden = self._hidden(self._loaded, tree, entries)
             leaf = hidden.detach().requires_grad_()
-            total, gap, call = 0.0, 0.0, 0
-            for rows in _chunks(len(entries.tokens), self._loaded.head):
+            for rows in _chunks(len(entries.tokens), self._loaded.vocabulary):
                 logprobs, logits = token_logprobs(
                     self._loaded.head(leaf[rows]), entries.tokens[rows].to(device), column, rows
                 )
-                policy, clipped = policy_loss(
-                    logprobs, column.logprobs[rows], column.advantages[rows], algorithm.clip_low, algorithm.clip_high
+                old = column.logprobs[rows]
+                per_token, clipped = policy_loss(
+                    logprobs, old, column.advantages[rows], algorithm.clip_low, algorithm.clip_high
                 )
-                loss = policy
                 if reference_logprobs is not None:
-                    loss = loss + algorithm.kl_coef * k3_divergence(logprobs, reference_logprobs[rows])
+                    # Weighted by the ratio, so that its gradient is that of the divergence, without bias.
+                    ratio = torch.exp(logprobs - old)
+                    per_token = per_token + algorithm.kl_coef * ratio * k3_divergence(
+                        logprobs, reference_logprobs[rows]
+                    )
                 with torch.set_grad_enabled(algorithm.entropy_coef != 0):
-                    spread = entropy(logits)
-                if algorithm.entropy_coef:
-                    loss = loss - algorithm.entropy_coef * spread
-                weighted = (loss * column.weights[rows]).sum()
-                weighted.backward()
+                    spread = entropy(logits).sum()
+                loss = (per_token * column.weights[rows]).sum() - entropy_weight * spread
+                loss.backward()
                 with torch.no_grad():
-                    difference = logprobs - column.logprobs[rows]
-                    largest = difference.abs().argmax()
-                    if not difference[largest].abs().item() <= gap:
-                        gap = difference[largest].abs().item()
-                        call = int(entries.call[rows][largest.cpu()])
-                    total += weighted.item()
-                    metrics.kl_to_sampler += k3_divergence(column.logprobs[rows], logprobs).sum().item()
+                    gap, at = (logprobs - old).abs().max(0)
+                    if not gap.item() <= metrics.logprob_gap:
+                        metrics.logprob_gap = gap.item()
+                        metrics.gap_datum = int(entries.call[rows][at.cpu()])
+                    metrics.loss += loss.item()
+                    metrics.kl_to_sampler += k3_divergence(old, logprobs).sum().item()
                     metrics.clip_fraction += clipped.sum().item()
-                    metrics.entropy += spread.sum().item()
+                    metrics.entropy += spread.item()
             hidden.backward(leaf.grad)
             metrics.tokens_trained += len(entries.tokens)
             metrics.tokens_packed += len(tree.ids)
             if on_tree is not None:
                 on_tree(len(tree.ids))
-            yield total, gap, call
+        metrics.kl_to_sampler /= metrics.tokens_trained
+        metrics.clip_fraction /= metrics.tokens_trained
+        metrics.entropy /= metrics.tokens_trained
+        return metrics
 
     def _step(self) -> tuple[float, float]:
         """Clip, step, and copy masters back; returns gradient norm and learning rate."""
@@ -244,7 +250,7 @@ class Learner:
             hidden = self._hidden(loaded, tree, entries)
             found = [
                 token_logprobs(loaded.head(hidden[rows]), entries.tokens[rows].to(device), column, rows)[0].cpu()
-                for rows in _chunks(len(entries.tokens), loaded.head)
+                for rows in _chunks(len(entries.tokens), loaded.vocabulary)
             ]
             start = 0
             values = torch.cat(found)
@@ -330,15 +336,15 @@ def token_logprobs(logits: Tensor, tokens: Tensor, column: _EntryColumns, rows: 
     return chosen - torch.logsumexp(logits, -1), logits
 
 
-def _chunks(n: int, head: torch.nn.Module) -> Iterator[slice]:
-    size = max(1, _HEAD_ELEMENTS // head.weight.shape[0])  # type: ignore[union-attr]
+def _chunks(n: int, vocabulary: int) -> Iterator[slice]:
+    size = max(1, _HEAD_ELEMENTS // vocabulary)
     for start in range(0, n, size):
         yield slice(start, min(n, start + size))
 
 
 @contextmanager
 def _without_lora(loaded: LoadedModel) -> Iterator[None]:
-    layers = [module for module in loaded.model.modules() if hasattr(module, "enable_adapters")]
+    layers: list[Any] = [module for module in loaded.model.modules() if hasattr(module, "enable_adapters")]
     for layer in layers:
         layer.enable_adapters(False)
     try:

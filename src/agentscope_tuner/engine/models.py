@@ -45,20 +45,27 @@ class LoadedModel:
 
     @property
     def device(self) -> torch.device:
+        """Where the weights are."""
         return self.model.device
 
     @property
     def head(self) -> nn.Module:
         """Maps hidden states to logits."""
-        head = self.model.get_output_embeddings()
-        assert head is not None
+        head: nn.Module = self.model.get_output_embeddings()
         return head
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of logits."""
+        embedding: Any = self.model.get_input_embeddings()
+        return int(embedding.weight.shape[0])
 
     def hidden_states(self, ids: Tensor, position_ids: Tensor, layout: Any) -> Tensor:
         """Final hidden states (B, N, D) of `ids` (B, N), attending as `layout` says."""
         decoder = self.model.get_decoder()
         output = decoder(input_ids=ids, position_ids=position_ids, use_cache=False, layout=layout)
-        return output.last_hidden_state
+        hidden: Tensor = output.last_hidden_state
+        return hidden
 
     def trainable_parameters(self) -> dict[str, nn.Parameter]:
         """The parameters that learn, by name; tied weights once."""
@@ -95,7 +102,9 @@ def model_directory(model_path: str) -> str:
     path = Path(model_path).expanduser()
     if path.exists():
         if not (path / "config.json").is_file():
-            raise ModelError(f"`{model_path}` has no config.json; `model_path` must be a directory saved by transformers")
+            raise ModelError(
+                f"`{model_path}` has no config.json; `model_path` must be a directory saved by transformers"
+            )
         return str(path)
     if looks_local:
         raise ModelError(
@@ -127,7 +136,7 @@ def load_model(config: TunerModelConfig, engine: EngineConfig) -> LoadedModel:
             f"tokenizer, a hub name that is reachable from here, or `{TINY_AGENT}`"
         ) from exc
     # Dropout would make the learner's log-probabilities differ from the sampler's.
-    model.to(device).eval()
+    nn.Module.to(model, device).eval()
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2048
     if config.max_model_len is not None and config.max_model_len > limit:
         raise ConfigError(
@@ -152,7 +161,11 @@ def add_lora(loaded: LoadedModel, lora: LoraConfig) -> None:
     from peft import inject_adapter_in_model
 
     peft_config = PeftLoraConfig(
-        r=lora.rank, lora_alpha=lora.alpha, lora_dropout=0.0, target_modules=lora.target_modules, task_type="CAUSAL_LM"
+        r=lora.rank,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # a float works, and is meant to
+        lora_dropout=0.0,
+        target_modules=lora.target_modules,
+        task_type="CAUSAL_LM",
     )
     try:
         inject_adapter_in_model(peft_config, loaded.model)
@@ -164,14 +177,15 @@ def add_lora(loaded: LoadedModel, lora: LoraConfig) -> None:
     loaded.model.eval()
 
 
-def effective_weight(linear: nn.Module) -> Tensor:
+def effective_weight(linear: Any) -> Tensor:
     """The weight a linear layer applies, LoRA update included (detached)."""
     if hasattr(linear, "get_delta_weight"):
-        weight = linear.get_base_layer().weight.detach()
+        weight: Tensor = linear.get_base_layer().weight.detach()
         for adapter in linear.active_adapters:
             weight = weight + linear.get_delta_weight(adapter).detach().to(weight.dtype)
         return weight
-    return linear.weight.detach()
+    plain: Tensor = linear.weight.detach()
+    return plain
 
 
 def merged_state_dict(loaded: LoadedModel) -> dict[str, Tensor]:
@@ -210,8 +224,7 @@ def _end_of_turn_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
 def _check_architecture(loaded: LoadedModel) -> None:
     """Run a few tokens through transformers and through our attention; both must say the same."""
     model = loaded.model
-    vocabulary = model.get_input_embeddings().weight.shape[0]
-    ids = (torch.arange(1, 13, device=model.device) * 7919 % vocabulary)[None]
+    ids = (torch.arange(1, 13, device=model.device) * 7919 % loaded.vocabulary)[None]
     positions = torch.arange(ids.shape[1], device=model.device)[None]
     unsupported = (
         f"architecture `{model.config.model_type}` of `{loaded.name}` is not supported by the embedded engine: "

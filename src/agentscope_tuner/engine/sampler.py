@@ -107,9 +107,9 @@ class Sampler:
         self._decoder: Decoder = choose_decoder(loaded, slots, fused=engine.fast_decoder)
         like = torch.empty(0, dtype=loaded.model.dtype, device=self._device)
         self._cache = KVCache(config.num_hidden_layers, kv_heads, head_dim, slots, loaded.max_model_len + 1, like)
-        self._heads = config.num_attention_heads
+        self._heads: int = config.num_attention_heads
         self._prefill_tokens = engine.prefill_tokens
-        self._patience = engine.patience_ms / 1000
+        self._patience = self._most_patience = engine.patience_ms / 1000
         self.policy_version = 0
         self.tokens_sampled = 0
         self.tokens_prefilled = 0
@@ -143,6 +143,15 @@ class Sampler:
         for slot in self._slots:
             if slot.episode_id == episode_id:
                 slot.episode_id = ""
+
+    def pause_episode(self, episode_id: str) -> None:
+        """The episode waits for somebody else; do not wait for it."""
+        self._return(episode_id)
+
+    def resume_episode(self, episode_id: str) -> None:
+        """The episode goes on."""
+        if episode_id in self._opened:
+            self._leave(episode_id)
 
     async def sample(
         self,
@@ -243,8 +252,10 @@ class Sampler:
             self._forget()
 
     def _may_admit(self) -> bool:
-        """Whether waiting requests should begin now: in bunches, since a prefill of few rows costs almost as much as one
-        of many, and holds up everybody who is decoding."""
+        """Whether waiting requests should begin now.
+
+        In bunches, since a prefill of few rows costs almost as much as one of many, and holds up everybody else.
+        """
         if not self._waiting or len(self._active) == len(self._slots):
             return False
         return len(self._waiting) * _BUNCH >= len(self._active)
@@ -253,16 +264,19 @@ class Sampler:
         """Let every open episode that can run do so, until all of them wait or patience ends."""
         await asyncio.sleep(0)
         # Patience is spent in slices, so that a pause of the whole process costs one of them, not all.
-        slices = int(self._patience / _PATIENCE_SLICE_S)
-        while self._away and slices > 0:
-            slices -= 1
+        for _ in range(int(self._patience / _PATIENCE_SLICE_S)):
+            if not self._away:
+                self._patience = min(self._patience * 2, self._most_patience)
+                return
             try:
                 async with asyncio.timeout(_PATIENCE_SLICE_S):
                     await self._quiet.wait()
             except TimeoutError:
                 pass
         if self._away:
-            # Slow ones are not waited for again until they have come back.
+            # Slow ones are not waited for again until they have come back; and where waiting proves useless, as with
+            # tools that call over a network, there is less and less of it.
+            self._patience = max(self._patience / 2, _PATIENCE_SLICE_S)
             self._away.clear()
             self._quiet.set()
 
@@ -307,7 +321,7 @@ class Sampler:
         return best
 
     def _place(self, batch: list[_Request]) -> tuple[list[_Request], list[_Request]]:
-        """Find slots; requests that can share what another of this batch is about to compute come back as the second."""
+        """Find slots. Requests that can share what others are about to compute come back as the second list."""
         ready: list[_Request] = []
         later: list[_Request] = []
         planned: set[int] = set()
@@ -405,7 +419,7 @@ class Sampler:
     def _row_tokens(self, slot: _Slot) -> int:
         """How many tokens of one sequence may be computed at once."""
         keys = slot.cached + (len(slot.trunk.ids) if slot.trunk else 0) + self._prefill_tokens
-        return min(self._prefill_tokens, max(16, _SCORE_ELEMENTS // (self._heads * keys)))
+        return min(self._prefill_tokens, max(16, int(_SCORE_ELEMENTS // (self._heads * keys))))
 
     def _row_order(self, slot: _Slot) -> tuple[int, int]:
         return (self._trunks.index(slot.trunk) if slot.trunk in self._trunks else -1, slot.index)
@@ -475,9 +489,7 @@ class Sampler:
             self._release(request)
             self.tokens_sampled += len(request.token_ids)
             if not request.future.done():
-                request.future.set_result(
-                    Sample(request.token_ids, request.logprobs, reason, self.policy_version)
-                )
+                request.future.set_result(Sample(request.token_ids, request.logprobs, reason, self.policy_version))
                 # Its episode can go on; it is waited for before the next batch.
                 if request.episode_id in self._opened:
                     self._leave(request.episode_id)

@@ -1,0 +1,229 @@
+"""The command line: `astuner train`, `astuner eval`, `astuner doctor`.
+
+Exit status: 0 done; 1 the run failed; 2 the command or its configuration is wrong; 130 interrupted.
+
+What runs workflows is imported inside the commands that run them: `--help` answers at once, and the doctor needs no
+AgentScope to say that there is none.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import asdict
+from datetime import datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from agentscope_tuner.config import TunerConfig, load_config
+from agentscope_tuner.doctor import diagnose, show
+from agentscope_tuner.errors import ConfigError, TunerError
+from agentscope_tuner.loading import load_object
+from agentscope_tuner.types import EvalResult
+
+INTERRUPTED = 130
+"""What shells report for a program that Ctrl-C ended."""
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    # Plain tracebacks for what is not a `TunerError`: they can be copied into a report, and show no values.
+    pretty_exceptions_enable=False,
+)
+
+_Workflow = Annotated[
+    str,
+    typer.Option("--workflow", "-w", metavar="WHERE:NAME", help="What to run: path/to/file.py:Name or module:Name."),
+]
+_Judge = Annotated[
+    str | None,
+    typer.Option("--judge", "-j", metavar="WHERE:NAME", help="What gives rewards where the workflow gives none."),
+]
+_Config = Annotated[str, typer.Option("--config", "-c", metavar="FILE", help="A YAML file of settings.")]
+_Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="KEY=VALUE...", help="Settings on top of the file, such as algorithm.batch_size=8."),
+]
+_Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def main() -> None:
+    """Run the `astuner` command."""
+    app(prog_name="astuner")
+
+
+def _print_version(wanted: bool) -> None:
+    if not wanted:
+        return
+    try:
+        print(f"astuner {version('agentscope-tuner')}")
+    except PackageNotFoundError:
+        print("astuner, of a version unknown: `agentscope-tuner` is imported here, but not installed")
+    raise typer.Exit
+
+
+@app.callback()
+def _astuner(
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Reinforcement learning for AgentScope agents."""
+
+
+@app.command()
+def train(
+    workflow: _Workflow,
+    config: _Config,
+    judge: _Judge = None,
+    overrides: _Overrides = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run; fail where there is none.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Move an earlier run aside and start anew.")] = False,
+) -> None:
+    """Train a workflow's model. An earlier run of the same name is continued."""
+    with _one_message("interrupted before the run began"):
+        settings = [*(overrides or []), *_resume_setting(resume, fresh, overrides or [])]
+        # Made here, so that an interrupted run can be named.
+        default_name = f"Experiment-{datetime.now():%Y%m%d%H%M%S}"
+        resolved = load_config(config, overrides=settings, defaults={"experiment_name": default_name})
+        workflow_func, judge_func = _load(workflow, judge)
+    with _one_message(_how_to_continue(resolved, named=resolved.experiment_name != default_name)):
+        from agentscope_tuner.tune import tune
+
+        tune(
+            workflow_func,
+            config,
+            judge_func=judge_func,
+            experiment_name=resolved.experiment_name,
+            overrides=settings,
+        )
+
+
+@app.command("eval")
+def evaluate_held_out(
+    workflow: _Workflow,
+    config: _Config,
+    judge: _Judge = None,
+    overrides: _Overrides = None,
+    as_json: _Json = False,
+) -> None:
+    """Measure held-out reward, greedy and sampled. Give a checkpoint as model.model_path=DIR."""
+    with _one_message("interrupted"):
+        # What the workflow and the progress bars print must not come between a reader and the JSON.
+        with redirect_stdout(sys.stderr if as_json else sys.stdout):
+            load_config(config, overrides=overrides or [], defaults={"experiment_name": "evaluation"})
+            workflow_func, judge_func = _load(workflow, judge)
+            from agentscope_tuner.evaluate import evaluate
+
+            results = evaluate(workflow_func, config, judge_func=judge_func, overrides=overrides or [])
+        if as_json:
+            print(json.dumps({name: _plain(asdict(result)) for name, result in results.items()}, indent=2))
+        else:
+            Console().print(_table(results))
+        if all(math.isnan(result.reward_mean) for result in results.values()):
+            raise TunerError(
+                "every episode failed, so there is no reward; `astuner train` with the same settings stores each "
+                "episode with its error, and names the commonest one"
+            )
+
+
+@app.command("doctor")
+def check_installation(
+    as_json: _Json = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Skip the trial run, and trust what packages say.")] = False,
+) -> None:
+    """Check this installation, and say how to repair it. Ends with status 1 where something needed is missing."""
+    with _one_message("interrupted"):
+        checks = diagnose(quick=quick)
+        healthy = all(check.status != "missing" for check in checks)
+        if as_json:
+            print(json.dumps({"healthy": healthy, "checks": [asdict(check) for check in checks]}, indent=2))
+        else:
+            show(checks, Console())
+    if not healthy:
+        raise typer.Exit(1)
+
+
+# ----------------------------------------------------------------------------------------------------- the parts
+
+
+@contextmanager
+def _one_message(on_interrupt: str) -> Iterator[None]:
+    """What goes wrong inside, and was foreseen, becomes a message and an exit status."""
+    try:
+        yield
+    except TunerError as exc:
+        _complain(Text.assemble(("error: ", "bold red"), (str(exc), "red")))
+        raise typer.Exit(2 if isinstance(exc, ConfigError) else 1) from None
+    except KeyboardInterrupt:
+        _complain(Text(on_interrupt, style="yellow"))
+        raise typer.Exit(INTERRUPTED) from None
+
+
+def _complain(text: Text) -> None:
+    # A message that is wrapped by hand cannot be searched for, and its paths cannot be copied.
+    Console(stderr=True).print(text, soft_wrap=True)
+
+
+def _load(workflow: str, judge: str | None) -> tuple[Any, Any]:
+    return load_object(workflow), None if judge is None else load_object(judge)
+
+
+def _resume_setting(resume: bool, fresh: bool, overrides: list[str]) -> list[str]:
+    given = [flag for flag, on in (("--resume", resume), ("--fresh", fresh)) if on]
+    given += [setting for setting in overrides if setting.startswith("checkpoint.resume=")]
+    if len(given) > 1:
+        raise ConfigError(f"`{given[0]}` and `{given[1]}` say different things of an earlier run; give one of them")
+    return [f"checkpoint.resume={'must' if resume else 'never'}"] if resume or fresh else []
+
+
+def _how_to_continue(config: TunerConfig, *, named: bool) -> str:
+    changes = []
+    if not named:
+        changes.append(f"`experiment_name={config.experiment_name}`")
+    if config.checkpoint.resume == "never":
+        changes.append("`--resume` (not `--fresh`)")
+    how = f"the same command with {' and '.join(changes)}" if changes else "the same command"
+    return (
+        f"interrupted; {how} continues the run in `{Path(config.output_dir) / config.experiment_name}` from its newest "
+        "checkpoint"
+    )
+
+
+def _table(results: dict[str, EvalResult]) -> Table:
+    table = Table(title="held-out", title_justify="left", title_style="bold")
+    table.add_column("")
+    for decoding in results:
+        table.add_column(decoding, justify="right")
+    columns = list(results.values())
+    table.add_row("reward", *(f"{result.reward_mean:.3f}" for result in columns))
+    table.add_row("95% interval", *(f"{result.ci_low:.3f} to {result.ci_high:.3f}" for result in columns))
+    table.add_row("episodes", *(f"{result.episodes}" for result in columns))
+    table.add_row("failed", *(f"{result.episodes_failed}" for result in columns))
+    for name in dict.fromkeys(name for result in columns for name in result.metrics):
+        values = [result.metrics.get(name) for result in columns]
+        # With a single role, its reward is the reward.
+        if values != [result.reward_mean for result in columns]:
+            table.add_row(name, *("-" if value is None else f"{value:.3f}" for value in values))
+    table.add_row("seconds", *(f"{result.time_s:.1f}" for result in columns))
+    return table
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no NaN and no infinity."""
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,389 @@
+"""The embedded engine computes what the model computes: sampling, log-probabilities, gradients."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from engine_tools import gradients, load, plain_logprobs, play, relative_difference, start
+from scipy.stats import chisquare
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LogitsProcessorList,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from agentscope_tuner.algorithms import Datum, weigh
+from agentscope_tuner.algorithms.losses import policy_loss
+from agentscope_tuner.config import AlgorithmConfig, EngineConfig, LoraConfig, TunerModelConfig
+from agentscope_tuner.engine.decoder import FusedDecoder, ModuleDecoder
+from agentscope_tuner.engine.learner import Learner
+from agentscope_tuner.engine.models import effective_weight, load_model
+from agentscope_tuner.engine.sampler import draw_tokens
+from agentscope_tuner.errors import ConfigError, ModelError, ParityError, PromptTooLongError
+from agentscope_tuner.policy import Sample, SamplingParams
+from agentscope_tuner.types import ModelCall
+
+
+def learner_of(loaded, **algorithm) -> Learner:
+    return Learner(loaded, AlgorithmConfig(**algorithm), EngineConfig(device="cpu", micro_batch_tokens=1500), 12)
+
+
+def greedy(sampler, prompts: list[list[int]], tokens: int = 16) -> list[Sample]:
+    async def everything() -> list[Sample]:
+        params = SamplingParams(temperature=0.0, max_tokens=tokens)
+        return await asyncio.gather(
+            *(sampler.sample(prompt, params, episode_id=f"e{i}") for i, prompt in enumerate(prompts))
+        )
+
+    return asyncio.run(everything())
+
+
+# ------------------------------------------------------------------------------------------------------ sampling
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_log_probabilities_of_sampler_learner_and_transformers_agree(tiny_model_dir: Path, fast: bool) -> None:
+    loaded = load(tiny_model_dir)
+    sampler = start(loaded, fast_decoder=fast, max_slots=16)
+    assert isinstance(sampler._decoder, FusedDecoder if fast else ModuleDecoder)
+    calls = play(loaded, sampler)
+    learned = learner_of(loaded).logprobs(calls)
+    for call, ours in zip(calls, learned, strict=True):
+        recorded = torch.tensor(call.logprobs)
+        assert (recorded - ours).abs().max() < 1e-4
+        assert (recorded - plain_logprobs(loaded, call).detach()).abs().max() < 1e-4
+
+
+def test_an_altered_token_is_noticed_before_any_update(tiny_model_dir: Path) -> None:
+    loaded = load(tiny_model_dir)
+    calls = play(loaded, start(loaded), episodes=4, mixed_params=False)
+    before = {name: p.detach().clone() for name, p in loaded.trainable_parameters().items()}
+    datums = [Datum(call, 1.0, 0.0, 0) for call in calls]
+    calls[5].completion_ids[3] = (calls[5].completion_ids[3] + 1) % 100
+    with pytest.raises(ParityError, match="first differing call: role `solver`"):
+        learner_of(loaded).train([datums])
+    assert all(torch.equal(before[name], p) for name, p in loaded.trainable_parameters().items())
+
+
+def test_greedy_decoding_equals_generate_on_100_prompts(tiny_agent_dir: Path) -> None:
+    loaded = load(tiny_agent_dir)
+    rng = random.Random(0)
+    words = "Ava has 12 apples . Ben gives more books than How many pens are there in total ? Player3 votes".split()
+    prompts = [
+        loaded.tokenizer.apply_chat_template(
+            [{"role": "user", "content": " ".join(rng.choices(words, k=rng.randrange(2, 30)))}],
+            add_generation_prompt=True,
+        )["input_ids"]
+        for _ in range(100)
+    ]
+    ours = greedy(start(loaded), prompts)
+    loaded.model.set_attn_implementation("sdpa")
+    for prompt, sample in zip(prompts, ours, strict=True):
+        theirs = loaded.model.generate(
+            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long), do_sample=False,
+            max_new_tokens=16, eos_token_id=sorted(loaded.end_of_turn_ids),
+        )[0, len(prompt) :].tolist()  # fmt: skip
+        assert sample.token_ids == theirs
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_p", "top_k"), [(1.0, 1.0, 0), (0.6, 1.0, 0), (1.0, 0.7, 0), (1.0, 1.0, 5), (1.4, 0.8, 20)]
+)
+def test_drawn_tokens_follow_transformers_processors(temperature: float, top_p: float, top_k: int) -> None:
+    generator = torch.Generator().manual_seed(3)
+    logits = 2 * torch.randn(1, 700, generator=generator)
+    processors = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
+    if top_k:
+        processors.append(TopKLogitsWarper(top_k))
+    if top_p < 1:
+        processors.append(TopPLogitsWarper(top_p))
+    expected = torch.softmax(processors(None, logits), -1)[0].double()
+    n = 20_000
+    params = [SamplingParams(temperature, top_p, top_k)] * n
+    tokens, logprobs = draw_tokens(logits.expand(n, -1), params, torch.rand(n, generator=generator).double())
+    assert torch.allclose(logprobs.double(), expected[tokens].log(), atol=1e-5)
+    counts = torch.bincount(tokens, minlength=700).double()
+    assert counts[expected == 0].sum() == 0
+    common = expected * n >= 5
+    observed, wanted = counts[common].tolist(), (expected[common] * n).tolist()
+    if n - sum(wanted) > 5:  # the rare ones together
+        observed.append(n - sum(observed))
+        wanted.append(n - sum(wanted))
+    scale = sum(observed) / sum(wanted)
+    assert chisquare(observed, [w * scale for w in wanted]).pvalue > 1e-3
+
+
+def test_extreme_draws_stay_inside_the_vocabulary() -> None:
+    logits = torch.full((3, 300), -torch.inf)
+    logits[:, 257] = 0.0
+    tokens, logprobs = draw_tokens(logits, [SamplingParams()] * 3, torch.tensor([0.0, 0.5, 1 - 2**-53]).double())
+    assert tokens.tolist() == [257] * 3
+    assert logprobs.tolist() == [0.0] * 3
+
+
+def test_completions_depend_on_their_seed_and_not_on_their_neighbours(tiny_model_dir: Path) -> None:
+    loaded = load(tiny_model_dir)
+    prompt = list(range(5, 45))
+
+    async def run(neighbours: int) -> list[int]:
+        sampler = start(loaded)
+        others = [
+            sampler.sample([*prompt[:-i], i], SamplingParams(max_tokens=9, seed=i), episode_id=f"n{i}")
+            for i in range(1, neighbours + 1)
+        ]
+        one = sampler.sample(prompt, SamplingParams(max_tokens=20, seed=77), episode_id="one")
+        return (await asyncio.gather(one, *others))[0].token_ids
+
+    alone = asyncio.run(run(0))
+    assert asyncio.run(run(7)) == alone
+
+
+def test_equal_runs_are_equal_bit_for_bit(tiny_model_dir: Path) -> None:
+    loaded = load(tiny_model_dir)
+    first, second = (play(loaded, start(loaded, max_slots=8)) for _ in range(2))
+    assert [call.completion_ids for call in first] == [call.completion_ids for call in second]
+    assert [call.logprobs for call in first] == [call.logprobs for call in second]
+
+
+def test_more_episodes_than_slots_all_finish_and_stay_exact(tiny_model_dir: Path) -> None:
+    loaded = load(tiny_model_dir)
+    calls = play(loaded, start(loaded, max_slots=3), episodes=16)
+    assert len(calls) == 64
+    for call in calls[::5]:
+        gap = (torch.tensor(call.logprobs) - plain_logprobs(loaded, call).detach()).abs().max()
+        assert gap < 1e-4
+
+
+def test_prefixes_are_computed_once(tiny_model_dir: Path) -> None:
+    loaded = load(tiny_model_dir)
+    sampler = start(loaded)
+    calls = play(loaded, sampler, episodes=32, shared=150)
+    assert sampler.tokens_prefilled < sum(len(call.prompt_ids) for call in calls) / 6
+
+
+def test_stop_strings_end_a_completion_and_are_recorded(tiny_agent_dir: Path) -> None:
+    loaded = load(tiny_agent_dir)
+    prompt = loaded.tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Hello, I am Ava."}], add_generation_prompt=True
+    )["input_ids"]
+    (whole,) = greedy(start(loaded), [prompt])
+    text = loaded.tokenizer.decode(whole.token_ids)
+    stop = text[3:6]
+    params = SamplingParams(temperature=0.0, max_tokens=16, stop=(stop,))
+    cut = asyncio.run(start(loaded).sample(prompt, params, episode_id="e"))
+    assert cut.finish_reason == "stop"
+    assert stop in loaded.tokenizer.decode(cut.token_ids)
+    assert whole.token_ids[: len(cut.token_ids)] == cut.token_ids
+    assert stop not in loaded.tokenizer.decode(cut.token_ids[:-1])
+
+
+def test_limits_of_length(tiny_model_dir: Path) -> None:
+    loaded = load(tiny_model_dir, max_model_len=40)
+    sampler = start(loaded)
+    with pytest.raises(PromptTooLongError, match=r"40 tokens, and `model.max_model_len` is 40"):
+        asyncio.run(sampler.sample([5] * 40, SamplingParams(), episode_id="e"))
+    sample = asyncio.run(sampler.sample([5] * 30, SamplingParams(temperature=0.0, max_tokens=99), episode_id="e"))
+    assert len(sample.token_ids) <= 10
+
+
+def test_long_prompts_are_computed_in_pieces(tiny_model_dir: Path) -> None:
+    loaded = load(tiny_model_dir)
+    prompts = [[7 + i % 50 for i in range(n)] for n in (300, 260, 17)]
+    whole = greedy(start(loaded), prompts)
+    pieces = greedy(start(loaded, prefill_tokens=16), prompts)
+    assert [sample.token_ids for sample in pieces] == [sample.token_ids for sample in whole]
+
+
+def test_a_cancelled_episode_leaves_no_trace(tiny_model_dir: Path) -> None:
+    loaded = load(tiny_model_dir)
+    sampler = start(loaded, max_slots=2)
+
+    async def run() -> Sample:
+        for name in ("a", "b", "c"):
+            sampler.open_episode(name)
+        params = SamplingParams(max_tokens=400)
+        hopeless = [asyncio.create_task(sampler.sample([9] * 20, params, episode_id=name)) for name in "ab"]
+        await asyncio.sleep(0.02)
+        for task in hopeless:
+            task.cancel()
+        await asyncio.gather(*hopeless, return_exceptions=True)
+        sampler.close_episode("a")
+        sampler.close_episode("b")
+        return await sampler.sample([9] * 20, SamplingParams(max_tokens=4), episode_id="c")
+
+    assert len(asyncio.run(run()).token_ids) <= 4
+    sampler.weights_changed()  # raises if anything were still under way
+
+
+def test_an_error_while_computing_reaches_everybody_who_waits(tiny_model_dir: Path) -> None:
+    sampler = start(load(tiny_model_dir))
+
+    async def run() -> list[object]:
+        bad = sampler.sample([10**6] * 5, SamplingParams(), episode_id="a")
+        good = sampler.sample([5] * 5, SamplingParams(), episode_id="b")
+        return await asyncio.wait_for(asyncio.gather(bad, good, return_exceptions=True), 10)
+
+    assert all(isinstance(outcome, IndexError) for outcome in asyncio.run(run()))
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2"])
+def test_fused_families_and_grouped_heads(family: str, tiny_model_dir: Path, tmp_path: Path) -> None:
+    shape = dict(
+        vocab_size=300, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=1, max_position_embeddings=512, eos_token_id=1, bos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(1)
+    model = {
+        "llama": lambda: LlamaForCausalLM(LlamaConfig(**shape)),
+        "mistral": lambda: MistralForCausalLM(MistralConfig(**shape, sliding_window=None)),
+        "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**shape)),
+    }[family]()
+    model.save_pretrained(tmp_path)
+    for file in tiny_model_dir.glob("*token*"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    loaded = load(tmp_path)
+    sampler = start(loaded)
+    assert isinstance(sampler._decoder, FusedDecoder)
+    for call in play(loaded, sampler, episodes=8):
+        gap = (torch.tensor(call.logprobs) - plain_logprobs(loaded, call).detach()).abs().max()
+        assert gap < 1e-4
+
+
+def test_attention_that_the_engine_lacks_is_refused(tiny_model_dir: Path, tmp_path: Path) -> None:
+    shape = dict(
+        vocab_size=300, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=1, max_position_embeddings=512, eos_token_id=1, bos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    MistralForCausalLM(MistralConfig(**shape, sliding_window=8)).save_pretrained(tmp_path)
+    for file in tiny_model_dir.glob("*token*"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    with pytest.raises(ModelError, match=r"architecture `mistral` .* `sliding_window`"):
+        load(tmp_path)
+
+
+def test_models_that_cannot_be_loaded(tiny_model_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="model path `/no/such/model` does not exist"):
+        load("/no/such/model")
+    with pytest.raises(ModelError, match=r"has no config.json"):
+        load(tmp_path)
+    with pytest.raises(ConfigError, match=r"`model.max_model_len` is 99999, but"):
+        load(tiny_model_dir, max_model_len=99999)
+    with pytest.raises(ConfigError, match=r"`engine.kv_cache_gb` is"):
+        start(load(tiny_model_dir), kv_cache_gb=1e-6)
+    with pytest.raises(ConfigError, match="PyTorch sees no GPU"):
+        load_model(TunerModelConfig(model_path=str(tiny_model_dir)), EngineConfig(device="cuda"))
+
+
+# ------------------------------------------------------------------------------------------------------ learning
+
+
+def plain_gradients(loaded, datums: list[Datum], algorithm: AlgorithmConfig) -> dict[str, torch.Tensor]:
+    """One call per sample, each through transformers' own forward pass."""
+    for datum in datums:
+        logprobs = plain_logprobs(loaded, datum.call)
+        old = torch.tensor(datum.call.logprobs)
+        advantages = torch.full_like(old, datum.advantage)
+        loss, _ = policy_loss(logprobs, old, advantages, algorithm.clip_low, algorithm.clip_high)
+        (loss.sum() * datum.weight).backward()
+    return gradients(loaded)
+
+
+@pytest.mark.parametrize("weighting", ["token", "episode", "constant"])
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=4)])
+def test_packed_gradients_equal_plain_ones(tiny_model_dir: Path, weighting: str, lora: LoraConfig | None) -> None:
+    loaded = load(tiny_model_dir, lora=lora)
+    if lora is not None:  # B starts at zero, which would hide errors of A
+        with torch.no_grad():
+            for name, parameter in loaded.trainable_parameters().items():
+                if "lora_B" in name:
+                    parameter.normal_(std=0.1)
+    sampler = start(loaded)
+    calls = play(loaded, sampler)
+    rng = random.Random(1)
+    for call in calls:  # as after an update, so that ratios differ from one and some are clipped
+        call.logprobs = [value + rng.gauss(0, 0.2) for value in call.logprobs]
+    datums = [Datum(call, rng.gauss(0, 1), 0.0, i // 4) for i, call in enumerate(calls)]
+    weigh(datums, weighting, 12)
+    learner = learner_of(loaded, epochs_per_batch=2)
+    metrics = learner.accumulate(datums)
+    packed = gradients(loaded)
+    plain = plain_gradients(loaded, datums, AlgorithmConfig())
+    assert metrics.clip_fraction > 0.01
+    assert metrics.tokens_packed < sum(len(call.prompt_ids) for call in calls) / 3
+    assert relative_difference(packed, plain) < 1e-5
+
+
+def test_lora_sampling_sees_the_update(tiny_model_dir: Path) -> None:
+    loaded = load(tiny_model_dir, lora=LoraConfig(rank=4))
+    assert all("lora_" in name for name in loaded.trainable_parameters())
+    sampler = start(loaded)
+    calls = play(loaded, sampler, episodes=8, mixed_params=False)
+    learner = learner_of(loaded, learning_rate=0.05)
+    rng = random.Random(0)
+    learner.train([[Datum(call, rng.gauss(0, 1), 0.0, i) for i, call in enumerate(calls)]])
+    sampler.weights_changed()
+    again = play(loaded, sampler, episodes=8, mixed_params=False)
+    assert any(abs(a.logprobs[0] - b.logprobs[0]) > 1e-3 for a, b in zip(calls, again, strict=True))
+    for call, ours in zip(again, learner.logprobs(again), strict=True):
+        assert (torch.tensor(call.logprobs) - ours).abs().max() < 1e-4
+    layer = loaded.model.get_decoder().layers[0].self_attn.q_proj
+    x = torch.randn(3, 32)
+    assert torch.allclose(layer(x), x @ effective_weight(layer).T, atol=1e-5)
+
+
+def test_divergence_from_the_reference_grows_from_zero_and_holds_back(tiny_model_dir: Path) -> None:
+    def drift(kl_coef: float) -> float:
+        loaded = load(tiny_model_dir)
+        calls = play(loaded, start(loaded), episodes=8, mixed_params=False)
+        rng = random.Random(0)
+        datums = [Datum(call, rng.gauss(0, 1), 0.0, i) for i, call in enumerate(calls)]
+        learner = learner_of(loaded, learning_rate=3e-3, kl_coef=kl_coef, epochs_per_batch=8, clip_high=5.0)
+        start_weights = learner.logprobs(calls)
+        learner.train([datums])
+        return sum((a - b).square().sum().item() for a, b in zip(learner.logprobs(calls), start_weights, strict=True))
+
+    assert drift(5.0) < drift(0.0) / 2
+
+
+def test_a_positive_advantage_makes_a_call_likelier(tiny_model_dir: Path) -> None:
+    loaded = load(tiny_model_dir)
+    calls = play(loaded, start(loaded), episodes=4, mixed_params=False)[:4]
+    learner = learner_of(loaded, learning_rate=1e-3, warmup_steps=2)
+    before = sum(learner.logprobs(calls[:1])[0])
+    metrics = learner.train([[Datum(calls[0], 1.0, 0.0, 0), Datum(calls[1], -1.0, 0.0, 1)]])
+    assert metrics.learning_rate == pytest.approx(5e-4)
+    assert metrics.tokens_trained == len(calls[0].completion_ids) + len(calls[1].completion_ids)
+    assert sum(learner.logprobs(calls[:1])[0]) > before
+
+
+def test_greedy_calls_teach_nothing(tiny_model_dir: Path) -> None:
+    call = ModelCall("r", [], None, [5, 6], [7], [-1.0], 0.0, 1.0, 0, "stop", "", 0)
+    assert not call.trainable
+
+
+def test_bfloat16_keeps_small_updates_in_master_weights(tiny_model_dir: Path) -> None:
+    config = TunerModelConfig(model_path=str(tiny_model_dir), max_model_len=256)
+    engine = EngineConfig(device="cpu", dtype="bfloat16")
+    loaded = load_model(config, engine)
+    sampler = start(loaded)
+    calls = play(loaded, sampler, episodes=8, mixed_params=False)
+    learner = Learner(loaded, AlgorithmConfig(learning_rate=1e-7), engine, 12)
+    gap = max(
+        (torch.tensor(call.logprobs) - ours).abs().max()
+        for call, ours in zip(calls, learner.logprobs(calls), strict=True)
+    )
+    assert gap < 2e-2
+    before = {name: master.detach().clone() for name, master in learner.masters.items()}
+    learner.train([[Datum(call, 1.0 - 2 * (i % 2), 0.0, i) for i, call in enumerate(calls)]])
+    assert any(not torch.equal(before[name], master) for name, master in learner.masters.items())

@@ -1,0 +1,61 @@
+"""Prefix-tree packing, on random families of sequences."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentscope_tuner.algorithms.packing import common_prefix, pack
+
+
+@st.composite
+def families(draw: st.DrawFn) -> list[list[int]]:
+    """Sequences that extend, repeat and branch off each other."""
+    token = st.integers(0, 2)
+    sequences = [draw(st.lists(token, min_size=1, max_size=30))]
+    for _ in range(draw(st.integers(0, 10))):
+        base = draw(st.sampled_from(sequences))
+        kept = draw(st.integers(0, len(base)))
+        sequences.append((base[:kept] + draw(st.lists(token, max_size=20))) or [0])
+    return sequences
+
+
+@given(families(), st.integers(1, 200), st.sampled_from([1, 4, 16]))
+@settings(max_examples=300, deadline=None)
+def test_every_token_sees_exactly_its_own_past(sequences: list[list[int]], max_tokens: int, min_shared: int) -> None:
+    found = []
+    for tree in pack(sequences, max_tokens=max_tokens, min_shared=min_shared):
+        visible: dict[int, list[int]] = {}
+        for family in tree.families:
+            for start, end in family.spans:
+                for index in range(start, end):
+                    assert index not in visible
+                    visible[index] = [*family.path, *range(start, index + 1)]
+        assert sorted(visible) == list(range(len(tree.ids)))
+        for member, where in zip(tree.members, tree.where, strict=True):
+            found.append(member)
+            assert [tree.ids[i] for i in where] == sequences[member]
+            assert [tree.positions[i] for i in where] == list(range(len(where)))
+            assert visible[where[-1]] == where
+    assert sorted(found) == list(range(len(sequences)))
+
+
+@given(families())
+def test_no_tree_is_larger_than_its_sequences(sequences: list[list[int]]) -> None:
+    (tree,) = pack(sequences, max_tokens=10**9, min_shared=1)
+    prefixes = {tuple(s[: i + 1]) for s in sequences for i in range(len(s))}
+    assert len(tree.ids) == len(prefixes)  # every distinct prefix is one token of the tree
+
+
+@given(st.lists(st.integers(0, 1), max_size=40), st.lists(st.integers(0, 1), max_size=40))
+def test_common_prefix(a: list[int], b: list[int]) -> None:
+    n = common_prefix(a, b)
+    assert a[:n] == b[:n]
+    assert n == min(len(a), len(b)) or a[n] != b[n]
+
+
+def test_append_only_turns_cost_their_last_turn_alone() -> None:
+    turns = [list(range(100 * (i + 1))) for i in range(6)]
+    (tree,) = pack(turns, max_tokens=10**6)
+    assert len(tree.ids) == 600
+    assert len(tree.families) == 1
