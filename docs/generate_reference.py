@@ -143,12 +143,12 @@ def _type(annotation: Any) -> str:
 
 
 def _constraints(field: FieldInfo) -> Iterator[str]:
+    signs = {"ge": "≥ {}", "gt": "> {}", "le": "≤ {}", "lt": "< {}", "min_length": "not empty", "pattern": "`{}`"}
     for constraint in field.metadata:
-        signs = {"ge": "≥ {}", "gt": "> {}", "le": "≤ {}", "lt": "< {}", "min_length": "not empty", "pattern": "`{}`"}
-        known = [sign.format(_plain(getattr(constraint, key))) for key, sign in signs.items() if hasattr(constraint, key)]
+        known = [key for key in signs if hasattr(constraint, key)]
         if not known:
             raise NotImplementedError(f"how to show {constraint!r}?")
-        yield from known
+        yield from (signs[key].format(_plain(getattr(constraint, key))) for key in known)
 
 
 def _plain(value: Any) -> str:

@@ -12,6 +12,9 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from agentscope_tuner.engine.models import model_directory
 
+# With models this small a second thread costs more than it computes.
+torch.set_num_threads(1)
+
 TEMPLATE = Path(__file__).parents[1] / "recipes" / "tiny_agent" / "chat_template.jinja"
 
 

@@ -293,7 +293,8 @@ def test_the_next_turn_extends_the_recorded_ids_exactly(renderer: ChatRenderer, 
         f"Let me add.\n{CALL}",
         f"  Let me add.  {CALL}\n\n",
         '<tool_call>{ "arguments" : {"b":2.0,"a":1e2},"name":"add" }</tool_call>',
-        '<tool_call>{"name":"add","arguments":{"t":"\\u00e9\\/ \\ud83d\\ude00 ß"}}</tool_call> <tool_call>{"name":"now"}</tool_call>',
+        '<tool_call>{"name":"add","arguments":{"t":"\\u00e9\\/ \\ud83d\\ude00 ß"}}</tool_call>',
+        f'{CALL} <tool_call>{{"name":"now"}}</tool_call>',
         '<tool_call>{"name":"add","arguments":{"a":NaN,"b":1e999,"c":-0.0,"d":12345678901234567890}}</tool_call>',
         f"{CALL} and <tool_call>broken</tool_call>",
     ],
@@ -508,13 +509,13 @@ def test_the_same_words_of_another_speaker_are_another_message(chatml: str) -> N
 
 @pytest.mark.parametrize(
     "content",
-    ["one\ntwo", [{"type": "text", "text": "one\ntwo"}], [{"text": "one"}, {"text": "two"}], [{"text": "one\n"}, {"type": "text", "text": "two"}]],
-)  # fmt: skip
+    ["one\ntwo", [{"type": "text", "text": "one\ntwo"}], [{"text": "one"}, {"type": "text", "text": "two"}]],
+)
 def test_openai_s_and_dashscope_s_forms_of_content(renderer: ChatRenderer, content: Any) -> None:
     messages = [{"role": "system", "content": content}, {"role": "user", "content": content}]
     prompt = Episode(renderer).render(messages)
-    assert prompt.messages[0]["content"] in ("one\ntwo", "one\n\ntwo")
-    assert "<|im_start|>user\none\n" in prompt.text
+    assert prompt.messages == [{"role": "system", "content": "one\ntwo"}, {"role": "user", "content": "one\ntwo"}]
+    assert f"<|im_start|>user\none\ntwo{END}\n" in prompt.text
 
 
 def test_dashscope_s_form_of_a_reply_is_found_again(renderer: ChatRenderer) -> None:
@@ -524,7 +525,7 @@ def test_dashscope_s_form_of_a_reply_is_found_again(renderer: ChatRenderer) -> N
     messages += [{"role": "assistant", "content": [], "tool_calls": said["tool_calls"]}, tool("3")]
     messages += [episode.say(messages, " Three. "), {"role": "user", "content": [{"text": "more"}]}]
     assert episode.prompts[1].extends == 0
-    assert episode.render(messages[:-2] + [{"role": "assistant", "content": [{"text": "Three."}]}]).extends == 1
+    assert episode.render([*messages[:-2], {"role": "assistant", "content": [{"text": "Three."}]}]).extends == 1
 
 
 @pytest.mark.parametrize(

@@ -294,7 +294,7 @@ def test_a_class_that_needs_arguments_is_used_as_an_instance() -> None:
 
 def test_training_no_role_is_refused() -> None:
     class Nobody(Workflow):
-        trainable_targets: list[str] | None = []
+        trainable_targets: list[str] | None = []  # noqa: RUF012
 
         async def execute(self, task, model_tuner):
             return WorkflowOutput(reward=1.0)

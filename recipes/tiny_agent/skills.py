@@ -23,7 +23,9 @@ from pydantic import BaseModel, Field
 from agentscope_tuner import ModelTuner, Task, Workflow, WorkflowOutput, WorkflowTask
 from agentscope_tuner.chat import write_reply
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "math_agent"))
+MATH_EXAMPLE = Path(__file__).parents[2] / "examples" / "math_agent"
+MATH_TEST = MATH_EXAMPLE / "data" / "test.jsonl"
+sys.path.insert(0, str(MATH_EXAMPLE))
 from problems import ITEMS, NAMES, Problem, make_problems
 from workflow import MathAgent
 

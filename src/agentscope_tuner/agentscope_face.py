@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,7 +25,9 @@ class RoleModel(ChatModelBase):
     def __init__(self, recorder: Recorder, role: str) -> None:
         self._recorder = recorder
         self._role = role
-        super().__init__(recorder.model.name, stream=False)
+        # Not through `super()`, which would switch off the streaming of the user's own default model.
+        self.model_name = recorder.model.name
+        self._stream = False
 
     @property
     def stream(self) -> bool:
@@ -104,13 +106,13 @@ class RoleModel(ChatModelBase):
         )
         call.add_done_callback(lambda _: tokens.put_nowait(None))
         drawn: list[int] = []
+        marks = ("<tool_call>", *self._recorder.stop_strings(options))
         shown = ""
         try:
             while (token := await tokens.get()) is not None:
                 drawn.append(token)
                 # Half a tool call cannot be shown; the text before it can.
-                text = self._recorder.text_of(drawn).split("<tool_call>")[0]
-                reply = parse_reply(text, tools=False)
+                reply = parse_reply(_settled(self._recorder.text_of(drawn), marks), tools=False)
                 if reply.text != shown and not reply.text.endswith("�"):
                     shown = reply.text
                     yield ChatResponse(content=_blocks(reply))
@@ -132,6 +134,14 @@ def quiet_agents() -> Iterator[None]:
             del os.environ[switch]
         else:
             os.environ[switch] = before
+
+
+def _settled(text: str, marks: Sequence[str]) -> str:
+    """What stays of a text when more is written: nothing from a mark on, nor what may be the beginning of one."""
+    for mark in marks:
+        text = text.partition(mark)[0]
+    begun = [n for mark in (*marks, "<think>") for n in range(1, len(mark)) if text.endswith(mark[:n])]
+    return text[: len(text) - max(begun, default=0)]
 
 
 def _blocks(reply: Reply) -> list[TextBlock | ThinkingBlock | ToolUseBlock]:
@@ -174,7 +184,7 @@ def _structured(reply: Reply, structured_model: type[BaseModel]) -> dict[str, An
     if not candidates:
         try:
             candidates = [json.loads(reply.text)]
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
     try:
         return structured_model.model_validate(candidates[-1]).model_dump()

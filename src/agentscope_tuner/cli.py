@@ -129,11 +129,6 @@ def evaluate_held_out(
             print(json.dumps({name: _plain(asdict(result)) for name, result in results.items()}, indent=2))
         else:
             Console().print(_table(results))
-        if all(math.isnan(result.reward_mean) for result in results.values()):
-            raise TunerError(
-                "every episode failed, so there is no reward; `astuner train` with the same settings stores each "
-                "episode with its error, and names the commonest one"
-            )
 
 
 @app.command("doctor")
@@ -164,6 +159,9 @@ def _one_message(on_interrupt: str) -> Iterator[None]:
     except TunerError as exc:
         _complain(Text.assemble(("error: ", "bold red"), (str(exc), "red")))
         raise typer.Exit(2 if isinstance(exc, ConfigError) else 1) from None
+    except OSError as exc:  # a full disk, or a folder that may not be written
+        _complain(Text.assemble(("error: ", "bold red"), (f"{exc}; run the same command again to continue", "red")))
+        raise typer.Exit(1) from None
     except KeyboardInterrupt:
         _complain(Text(on_interrupt, style="yellow"))
         raise typer.Exit(INTERRUPTED) from None

@@ -312,11 +312,11 @@ def load_config(
             merged = OmegaConf.merge(merged, {key: plain})
         dotted = [f"{k}={v}" for k, v in overrides.items()] if isinstance(overrides, Mapping) else list(overrides)
         for item in dotted:
-            if "=" not in item:
+            if not item.partition("=")[0] or "=" not in item:
                 raise ConfigError(f"override must have the form `key=value`, got `{item}`")
         merged = OmegaConf.merge(merged, OmegaConf.from_dotlist(dotted))
         content = OmegaConf.to_container(merged, resolve=True)
-    except OmegaConfBaseException as exc:
+    except (OmegaConfBaseException, YAMLError) as exc:
         raise ConfigError(f"configuration cannot be resolved: {exc}") from exc
     return parse_config(content, where=str(config_path) if config_path else "the configuration")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from agentscope_tuner.config import DatasetConfig, TunerConfig, TunerModelConfig, load_config
 from agentscope_tuner.errors import ConfigError
-from agentscope_tuner.tune import run_to_end
+from agentscope_tuner.rollout import Rollout, run_to_end
 from agentscope_tuner.types import EvalResult
 from agentscope_tuner.workflow import JudgeRunner, WorkflowRunner
 
@@ -56,7 +56,6 @@ async def _evaluate(
     from agentscope_tuner.backends.local import evaluate_policy, start_engines
     from agentscope_tuner.readers import load_tasks
     from agentscope_tuner.reporting import ProgressView
-    from agentscope_tuner.rollout import Rollout
 
     tasks = load_tasks(dataset)
     engine, helpers = start_engines(config)

@@ -5,6 +5,7 @@ Nothing here knows AgentScope; each framework gets a thin face over this.
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -218,6 +219,11 @@ class Recorder:
         cuts = [text.index(mark) for mark in stop if mark in text]
         return text[: min(cuts)] if cuts else text
 
+    def stop_strings(self, options: Mapping[str, Any]) -> tuple[str, ...]:
+        """What ends the text of a call with these options."""
+        stop = options.get("stop") or ()
+        return self.model.params.stop + ((stop,) if isinstance(stop, str) else tuple(stop))
+
     def _params(self, options: Mapping[str, Any]) -> SamplingParams:
         given = {key: value for key, value in options.items() if value is not None}
         unknown = sorted(set(given) - _SAMPLING_KEYS)
@@ -226,7 +232,6 @@ class Recorder:
                 f"a trained model does not honour `{unknown[0]}`; it takes {', '.join(sorted(_SAMPLING_KEYS))}"
             )
         base = self.model.params
-        stop = given.get("stop", ())
         limit = given.get("max_tokens", given.get("max_completion_tokens", base.max_tokens))
         # Each call has its own random numbers, from the run's seed and the call's place alone.
         seed = zlib.crc32(f"{self._seed}/{self._sent}".encode()) | self._seed << 32
@@ -236,10 +241,11 @@ class Recorder:
             top_p=float(given.get("top_p", base.top_p)),
             top_k=int(given.get("top_k", base.top_k)),
             max_tokens=min(int(limit), base.max_tokens),
-            stop=base.stop + ((stop,) if isinstance(stop, str) else tuple(stop)),
+            stop=self.stop_strings(given),
             seed=seed,
         )
-        if params.temperature < 0 or not 0 < params.top_p <= 1 or params.top_k < 0 or params.max_tokens < 1:
+        in_range = 0 <= params.temperature < math.inf and 0 < params.top_p <= 1
+        if not in_range or params.top_k < 0 or params.max_tokens < 1:
             raise ConfigError(
                 f"sampling options are out of range: {dict(given)}; needed are temperature >= 0, 0 < top_p <= 1, "
                 "top_k >= 0 and max_tokens >= 1"

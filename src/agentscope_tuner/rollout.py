@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 import time
 import traceback
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from statistics import NormalDist, fmean, stdev
-from typing import Any
+from typing import Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from agentscope_tuner.agentscope_face import quiet_agents
 from agentscope_tuner.config import WorkflowConfig
@@ -27,8 +29,20 @@ from agentscope_tuner.errors import (
 from agentscope_tuner.model_tuner import ModelTuner
 from agentscope_tuner.policy import SamplingParams
 from agentscope_tuner.recorder import PolicyModel, Recorder
-from agentscope_tuner.types import DEFAULT_ROLE, Episode, EpisodeError, EpisodeGroup, EvalResult, Task, WorkflowTask
+from agentscope_tuner.types import (
+    DEFAULT_ROLE,
+    Episode,
+    EpisodeError,
+    EpisodeGroup,
+    EvalResult,
+    JudgeOutput,
+    Task,
+    WorkflowOutput,
+    WorkflowTask,
+)
 from agentscope_tuner.workflow import JudgeRunner, WorkflowRunner
+
+T = TypeVar("T")
 
 _GRACE_S = 2.0
 """How long a cancelled workflow may take to clean up before it is abandoned."""
@@ -130,10 +144,11 @@ class Rollout:
         try:
             await self._perform(episode, recorder, {name: ModelTuner(r) for name, r in auxiliary.items()})
         except Exception as exc:
-            if isinstance(exc, TunerError) and not isinstance(exc, EpisodeFailure):
-                raise
-            trace = "" if isinstance(exc, EpisodeFailure) else "".join(traceback.format_exception(exc))
-            episode.error = EpisodeError(type(exc).__name__, str(exc), trace)
+            cause = _cause(exc)
+            if _ends_the_run(cause):
+                raise cause from None
+            trace = "" if isinstance(cause, EpisodeFailure) else "".join(traceback.format_exception(cause))
+            episode.error = EpisodeError(type(cause).__name__, str(cause), trace)
             episode.reward = None
         finally:
             for each in (recorder, *auxiliary.values()):
@@ -145,7 +160,8 @@ class Rollout:
 
     async def _perform(self, episode: Episode, recorder: Recorder, auxiliary: Mapping[str, Any]) -> None:
         task = episode.workflow_task
-        output = await self._within_time(self.workflow.run(task, ModelTuner(recorder), auxiliary))
+        with _own_terms("workflow", WorkflowOutput):
+            output = await self._within_time(self.workflow.run(task, ModelTuner(recorder), auxiliary), "workflow")
         unknown = recorder.unknown_targets()
         if unknown and not recorder.calls:
             recorder.require(unknown[0])
@@ -161,17 +177,15 @@ class Rollout:
                 raise RewardError(
                     "the workflow returned `reward=None` and there is no judge; return a reward, or pass `judge_func`"
                 )
-            try:
-                judgement = await self._within_time(self.judge.run(task, output, auxiliary))
-            except ValidationError as exc:
-                raise RewardError(f"the judge's reward is not valid: {exc.errors()[0]['msg']}") from exc
+            with _own_terms("judge", JudgeOutput):
+                judgement = await self._within_time(self.judge.run(task, output, auxiliary), "judge")
             reward = judgement.reward
             metrics |= {f"judge/{k}": v for k, v in (judgement.metrics or {}).items()}
         episode.metrics = metrics
         episode.is_success = output.is_success
         episode.reward = _reward_by_role(reward, recorder)
 
-    async def _within_time(self, work: Any) -> Any:
+    async def _within_time(self, work: Any, what: str) -> Any:
         """Await user code; cancel it when its time is up, and abandon it if it resists.
 
         Its own task, since agents answer a cancellation with an apology instead of passing it on.
@@ -179,19 +193,54 @@ class Rollout:
         task = asyncio.ensure_future(work)
         try:
             done, _ = await asyncio.wait({task}, timeout=self.config.timeout_s)
-        except asyncio.CancelledError:
-            task.cancel()
-            raise
+        finally:
+            if not task.done():
+                await _stop(task)
         if not done:
-            task.cancel()
-            await asyncio.wait({task}, timeout=_GRACE_S)
             raise EpisodeTimeoutError(
-                f"the workflow did not return within {self.config.timeout_s:g} s; raise `workflow.timeout_s`, or look "
+                f"the {what} did not return within {self.config.timeout_s:g} s; raise `workflow.timeout_s`, or look "
                 "for a tool or loop that does not end"
             )
         if task.cancelled():
-            raise EpisodeFailure("the workflow cancelled itself")
+            raise EpisodeFailure(f"the {what} cancelled itself")
         return task.result()
+
+
+async def _stop(task: asyncio.Future[Any]) -> None:
+    """Cancel user code, give it time to clean up, and end it for good where it ignores that."""
+    task.cancel()
+    await asyncio.wait({task}, timeout=_GRACE_S)
+    if isinstance(task, asyncio.Task) and not task.done():
+        # Otherwise it would keep the event loop from closing, and so the process from ending.
+        with suppress(RuntimeError):
+            task.get_coro().close()
+        task.cancel()
+    task.add_done_callback(lambda late: late.cancelled() or late.exception())  # nobody else asks for it
+
+
+def _ends_the_run(exc: Exception) -> bool:
+    return isinstance(exc, TunerError) and not isinstance(exc, EpisodeFailure)
+
+
+def _cause(exc: Exception) -> Exception:
+    """What failed inside a workflow's own task groups: what ends the run where there is such, or else the first."""
+    if not isinstance(exc, ExceptionGroup):
+        return exc
+    causes = [_cause(inner) for inner in exc.exceptions]
+    return next((cause for cause in causes if _ends_the_run(cause)), causes[0])
+
+
+@contextmanager
+def _own_terms(who: str, kind: type[BaseModel]) -> Iterator[None]:
+    """An output checks itself when user code makes it; other validation errors are the user's own."""
+    try:
+        yield
+    except ValidationError as exc:
+        if exc.title != kind.__name__:
+            raise
+        problem = exc.errors()[0]
+        message = problem["msg"].removeprefix("Value error, ")
+        raise RewardError(f"the {who}'s `{problem['loc'][0]}` is not valid: {message}") from exc
 
 
 def _reward_by_role(reward: float | dict[str, float], recorder: Recorder) -> dict[str, float]:
@@ -229,3 +278,26 @@ def summarize(rewards: Sequence[float | None], time_s: float = 0.0) -> EvalResul
     else:
         center, half = mean, z * (stdev(scored) / math.sqrt(n) if n > 1 else math.inf)
     return EvalResult(mean, center - half, center + half, len(rewards), failed, time_s=time_s)
+
+
+def run_to_end(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine from synchronous code, also where an event loop is already running, as in notebooks."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    outcome: list[T] = []
+    errors: list[BaseException] = []
+
+    def target() -> None:
+        try:
+            outcome.append(asyncio.run(work))
+        except BaseException as exc:
+            errors.append(exc)
+
+    thread = threading.Thread(target=target, name="agentscope-tuner")
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return outcome[0]

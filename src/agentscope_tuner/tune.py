@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from agentscope_tuner.config import AlgorithmConfig, DatasetConfig, TunerModelConfig, load_config
+from agentscope_tuner.rollout import run_to_end
 from agentscope_tuner.types import TuneResult
 from agentscope_tuner.workflow import JudgeRunner, WorkflowRunner
-
-T = TypeVar("T")
 
 
 def tune(
@@ -83,26 +80,3 @@ def tune(
     from agentscope_tuner.backends.local import LocalRun
 
     return run_to_end(LocalRun(config, workflow, judge).run())
-
-
-def run_to_end(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine from synchronous code, also where an event loop is already running, as in notebooks."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(work)
-    outcome: list[T] = []
-    errors: list[BaseException] = []
-
-    def target() -> None:
-        try:
-            outcome.append(asyncio.run(work))
-        except BaseException as exc:
-            errors.append(exc)
-
-    thread = threading.Thread(target=target, name="agentscope-tuner")
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return outcome[0]

@@ -26,7 +26,7 @@ from agentscope_tuner.engine.checkpoint import (
     save_checkpoint,
 )
 from agentscope_tuner.engine.learner import Learner
-from agentscope_tuner.engine.models import LoadedModel, load_model, model_directory, use_threads
+from agentscope_tuner.engine.models import LoadedModel, load_model, model_directory, prepare_torch
 from agentscope_tuner.engine.sampler import Sampler
 from agentscope_tuner.errors import ConfigError, TooManyFailuresError
 from agentscope_tuner.readers import TaskStream, load_tasks, planned_steps
@@ -72,7 +72,7 @@ def start_engines(config: TunerConfig) -> tuple[Engine, dict[str, PolicyModel]]:
     """
     for model in (config.model, *config.auxiliary_models.values()):
         model_directory(model.model_path)
-    use_threads(config.engine.threads)
+    prepare_torch(config.seed, config.engine.threads)
     engine = Engine.start(config.model, config)
     helpers = {name: Engine.start(model, config).model for name, model in config.auxiliary_models.items()}
     # What is loaded now stays; collecting garbage need not look at it again.
@@ -142,7 +142,7 @@ class LocalRun:
         self.stream = TaskStream(tasks, seed=config.seed, shuffle=self.dataset.shuffle)
         self.steps = planned_steps(self.dataset, len(tasks), config.algorithm.batch_size)
         self.eval_tasks = load_tasks(config.eval_dataset) if config.eval_dataset else []
-        self.folder = RunFolder(Path(config.output_dir) / config.experiment_name)
+        self.folder = RunFolder(Path(config.output_dir).expanduser() / config.experiment_name)
         self.view = ProgressView(self.steps)
         self._phase_step = 0
 

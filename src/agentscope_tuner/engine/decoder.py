@@ -170,12 +170,13 @@ def choose_decoder(loaded: LoadedModel, rows: int, *, fused: bool) -> Decoder:
     if not fused or config.model_type not in FUSED_FAMILIES or rope in ("dynamic", "longrope"):
         return modules
     device = loaded.device
-    probe = (torch.arange(24, device=device) * 7919 % loaded.vocabulary).view(2, 12)
-    positions = torch.arange(12, device=device).expand(2, 12)
+    length = min(12, loaded.max_model_len)
+    probe = (torch.arange(2 * length, device=device) * 7919 % loaded.vocabulary).view(2, length)
+    positions = torch.arange(length, device=device).expand(2, length)
 
     def logprobs(decoder: Decoder) -> Tensor:
         hidden = decoder.hidden(probe, positions, CausalLayout())
-        return torch.log_softmax(decoder.logits(hidden.reshape(24, -1)), -1)
+        return torch.log_softmax(decoder.logits(hidden.reshape(2 * length, -1)), -1)
 
     expected = logprobs(modules)
     tolerance = 1e-4 if loaded.model.dtype == torch.float32 else 1e-1

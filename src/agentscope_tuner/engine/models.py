@@ -72,8 +72,9 @@ class LoadedModel:
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
 
-def use_threads(threads: int | None) -> None:
-    """Set PyTorch's CPU threads; None leaves its own choice."""
+def prepare_torch(seed: int, threads: int | None) -> None:
+    """Seed PyTorch, which draws the first weights of adapters, and set its CPU threads; None leaves its own choice."""
+    torch.manual_seed(seed)
     if threads is not None:
         torch.set_num_threads(threads)
 

@@ -105,7 +105,9 @@ class RunFolder:
         resume = config.checkpoint.resume
         if self.path.exists() and not self.path.is_dir():
             raise ConfigError(f"run folder `{self.path}` is a file; choose another `experiment_name` or `output_dir`")
-        holds_run = self.path.is_dir() and any(not entry.name.startswith(".") for entry in self.path.iterdir())
+        # A folder with settings alone is left by a start that failed, perhaps because of these settings.
+        kept = list(self.path.iterdir()) if self.path.is_dir() else []
+        holds_run = any(path != self.config_path and not path.name.startswith(".") for path in kept)
         if holds_run and resume == "never":
             self.close()
             self.path.rename(_first_free(self.path))
