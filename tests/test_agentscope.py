@@ -530,20 +530,37 @@ def test_an_agent_streams(renderer: ChatRenderer) -> None:
     assert len(episode.calls) == 4
 
 
-def test_a_stream_that_is_not_read_to_its_end_records_nothing_late(renderer: ChatRenderer) -> None:
+class Slow(Script):
+    """Draws one token after the other."""
+
+    async def sample(self, prompt_ids: list[int], params: SamplingParams, **rest: Any) -> Sample:
+        on_token = rest.pop("on_token")
+        sample = await super().sample(prompt_ids, params, **rest)
+        for token in sample.token_ids if on_token is not None else ():
+            await asyncio.sleep(0.002)
+            on_token(token)
+        return sample
+
+
+def test_a_stream_that_is_not_read_to_its_end_is_not_sampled_to_its_end(renderer: ChatRenderer) -> None:
+    read: list[str] = []
+
     async def workflow(task, model):
         model.stream = True
-        messages = [{"role": "user", "content": "2 + 3?"}]
-        stream = await model(messages)
-        async for _ in stream:
-            break
+        stream = await model([{"role": "user", "content": "2 + 3?"}])
+        async for chunk in stream:
+            read.append(chunk.content[0]["text"])
+            if len(read) == 2:
+                break
         await stream.aclose()
+        await asyncio.sleep(0.1)
         model.stream = False
-        await model(messages)
+        await model([{"role": "user", "content": "2 + 4?"}])
 
-    episode = perform(Script(renderer, "It is 5.", "It is 6."), workflow)
+    episode = perform(Slow(renderer, "It is 5.", "It is 6."), workflow)
     assert episode.error is None
-    assert episode.calls[-1].text == "It is 6."
+    assert read == ["I", "It"]
+    assert [recorded.text for recorded in episode.calls] == ["It is 6."]
 
 
 def test_an_error_reaches_who_reads_the_stream(renderer: ChatRenderer) -> None:

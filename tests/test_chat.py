@@ -309,6 +309,16 @@ def test_tool_calls_extend_exactly_however_they_were_spaced(renderer: ChatRender
     assert episode.tail(prompt) == expected
 
 
+def test_white_space_around_a_reply_does_not_hide_it(renderer: ChatRenderer) -> None:
+    episode = Episode(renderer)
+    messages = [system(), user("the cat")]
+    episode.say(messages, "\n sat ")
+    for sent in ("sat", "\n sat ", " sat\n\n"):
+        prompt = episode.render([*messages, {"role": "assistant", "content": sent}, user("more")])
+        assert prompt.extends == 0
+        assert episode.tail(prompt) == f"\n<|im_start|>user\nmore{END}\n<|im_start|>assistant\n"
+
+
 def test_ten_turns_extend_one_another(renderer: ChatRenderer) -> None:
     episode = Episode(renderer, TOOLS)
     messages = [system(), user("go")]
@@ -412,6 +422,11 @@ def test_changed_tools_are_a_fresh_start(renderer: ChatRenderer) -> None:
         assert ('"sub"' in prompt.text) == bool(tools)
     assert episode.render(messages).extends == 0
     assert episode.conversation.render(messages, json.loads(json.dumps(TOOLS))).extends == 0
+    episode.tools = OTHER_TOOLS
+    episode.say(messages[:2], f" {CALL}")
+    assert episode.render(messages).extends == 1, "the same words under other tools are another call"
+    episode.tools = TOOLS
+    assert episode.render(messages).extends == 0
 
 
 def test_no_tools_and_an_empty_list_are_the_same(renderer: ChatRenderer) -> None:

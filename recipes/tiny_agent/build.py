@@ -215,7 +215,9 @@ def build(
     tokenizer = make_tokenizer(plain)
     stages: dict[skills.Stage, list[Row]] = {}
     for number, stage in enumerate(("clean", "careless"), 1):
-        mix = skills.skills(episodes, episodes // (8 if stage == "clean" else 16), seed=1000 * (seed + 1) + number, stage=stage)
+        mix = skills.skills(
+            episodes, episodes // (8 if stage == "clean" else 16), seed=1000 * (seed + 1) + number, stage=stage
+        )
         stages[stage] = to_rows([episode for skill in mix for episode in record(skill, tokenizer)])
     print(
         f"{len(tokenizer)} tokens, {sum(map(len, stages.values()))} rows, {time.perf_counter() - begun:.0f} s",

@@ -81,8 +81,8 @@ def start_engines(config: TunerConfig) -> tuple[Engine, dict[str, PolicyModel]]:
     return engine, helpers
 
 
-def check_failures(episodes: Sequence[Episode], limit: float) -> None:
-    """Stop when too much fails.
+def check_failures(episodes: Sequence[Episode], limit: float, where: Path | None = None) -> None:
+    """Stop when too much fails; `where` is the folder that the episodes are in.
 
     Raises:
         TooManyFailuresError: names the commonest cause.
@@ -93,7 +93,9 @@ def check_failures(episodes: Sequence[Episode], limit: float) -> None:
         trace = next(error.traceback for error in errors if str(error) == commonest)
         raise TooManyFailuresError(
             f"{len(errors)} of {len(episodes)} episodes failed, more than `algorithm.max_failed_fraction` ({limit:g}) "
-            f"allows; the commonest error ({count} times) is {commonest}\n{trace}".rstrip()
+            f"allows; the commonest error ({count} times) is {commonest}"
+            + (f"\nAll episodes are in `{where}`" if where else "")
+            + (f"\n{trace}" if trace else "")
         )
 
 
@@ -246,7 +248,8 @@ class LocalRun:
             new = await self.rollout.run(tasks, algorithm.group_size, phase=f"train{metrics.step}", first=len(groups))
             groups += new
             advantages += compute_advantages(new, algorithm.advantage)
-            check_failures([e for group in groups for e in group.episodes], algorithm.max_failed_fraction)
+            episodes = [episode for group in groups for episode in group.episodes]
+            check_failures(episodes, algorithm.max_failed_fraction, self.folder.episodes_dir)
             silent = sum(not one for one in advantages)
             wanted = min(silent - metrics.resampled_groups, bound - metrics.resampled_groups)
             wanted = max(0, wanted)

@@ -140,6 +140,8 @@ class Sampler:
         self._return(episode_id)
         for request in [r for r in self._pending if r.episode_id == episode_id]:
             self._drop(request)
+            self._pending.discard(request)
+            request.future.cancel()
         for slot in self._slots:
             if slot.episode_id == episode_id:
                 slot.episode_id = ""
