@@ -120,7 +120,7 @@ VARIANTS = {
     "entropy, episode": dict(
         ours=dict(entropy_coef=0.2, loss_weighting="episode"), trl=dict(loss_type="grpo", entropy_coef=0.2)
     ),
-    "tempered": dict(ours=dict(), trl=dict(loss_type="bnpo", temperature=0.7)),
+    "tempered": dict(ours={}, trl=dict(loss_type="bnpo", temperature=0.7)),
 }
 
 

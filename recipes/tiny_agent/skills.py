@@ -26,8 +26,8 @@ from agentscope_tuner.chat import write_reply
 MATH_EXAMPLE = Path(__file__).parents[2] / "examples" / "math_agent"
 MATH_TEST = MATH_EXAMPLE / "data" / "test.jsonl"
 sys.path.insert(0, str(MATH_EXAMPLE))
-from problems import ITEMS, NAMES, Problem, make_problems
-from workflow import MathAgent
+from problems import ITEMS, NAMES, Problem, make_problems  # noqa: E402
+from workflow import MathAgent  # noqa: E402
 
 Reply = Callable[[str], str]
 """From the text of a prompt to what the expert says."""
