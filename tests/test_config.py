@@ -82,6 +82,7 @@ def test_every_problem_is_listed_at_once() -> None:
 
 
 EVAL = "eval_dataset.path=e.jsonl"
+TOO_LONG = ["train_dataset.path=t", "train_dataset.total_steps=5", "train_dataset.total_epochs=2"]
 
 
 @pytest.mark.parametrize(
@@ -93,7 +94,7 @@ EVAL = "eval_dataset.path=e.jsonl"
         ([EVAL, "eval_dataset.total_steps=5"], "`eval_dataset.total_steps`"),
         ([EVAL, "eval_dataset.total_epochs=2"], "`eval_dataset.total_epochs`"),
         ([EVAL, "eval_dataset.shuffle=false"], "`eval_dataset.shuffle`"),
-        ([f"train_dataset.{key}" for key in ("path=t", "total_steps=5", "total_epochs=2")], "`train_dataset.total_epochs`"),
+        (TOO_LONG, "`train_dataset.total_epochs`"),
         (["model.tensor_parallel_size=2"], "`model.tensor_parallel_size`"),
         (["model.inference_engine_num=4"], "`model.inference_engine_num`"),
         (["model.tinker_config.rank=8"], "`model.tinker_config`"),
