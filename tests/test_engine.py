@@ -24,12 +24,12 @@ from transformers import (
 )
 
 from agentscope_tuner.algorithms import Datum, weigh
+from agentscope_tuner.algorithms.distributions import draw_tokens
 from agentscope_tuner.algorithms.losses import policy_loss
 from agentscope_tuner.config import AlgorithmConfig, EngineConfig, LoraConfig, TunerModelConfig
 from agentscope_tuner.engine.decoder import FusedDecoder, ModuleDecoder
 from agentscope_tuner.engine.learner import Learner
 from agentscope_tuner.engine.models import effective_weight, load_model
-from agentscope_tuner.engine.sampler import draw_tokens
 from agentscope_tuner.errors import ConfigError, ModelError, ParityError, PromptTooLongError
 from agentscope_tuner.policy import Sample, SamplingParams
 from agentscope_tuner.types import ModelCall

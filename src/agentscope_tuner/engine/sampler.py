@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agentscope_tuner.algorithms.distributions import temper, truncate
+from agentscope_tuner.algorithms.distributions import draw_tokens
 from agentscope_tuner.algorithms.packing import common_prefix
 from agentscope_tuner.config import EngineConfig
 from agentscope_tuner.engine.attention import KVCache, SlotGroup, SlotLayout
@@ -504,45 +504,3 @@ class Sampler:
             if any(stop in text for stop in request.params.stop):
                 return "stop"
         return "length" if len(request.token_ids) >= request.budget else None
-
-
-def draw_tokens(logits: Tensor, params: list[SamplingParams], uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw one token per row by inverting the cumulative distribution.
-
-    Args:
-        logits: (B, V) float32.
-        params: of each row.
-        uniform: (B,) float64 in [0, 1).
-
-    Returns:
-        Tokens (B,) and their log-probabilities (B,) under the distribution they were drawn from; for greedy rows, under
-        the untempered one.
-    """
-    device = logits.device
-    temperature = torch.tensor([p.temperature for p in params], device=device)
-    logits = temper(logits, temperature)
-    if any(p.top_k or p.top_p < 1 for p in params):
-        top_k = torch.tensor([p.top_k if p.temperature else 0 for p in params], device=device)
-        top_p = torch.tensor([p.top_p if p.temperature else 1.0 for p in params], device=device)
-        logits = truncate(logits, top_k, top_p)
-    highest, greedy = logits.max(-1, keepdim=True)
-    weights = torch.exp(logits - highest)
-    # Two levels keep the sums short: first which block of the vocabulary, then which token of it.
-    rows, vocabulary = weights.shape
-    block = 256
-    padded = torch.nn.functional.pad(weights, (0, -vocabulary % block)).view(rows, -1, block)
-    block_sums = padded.sum(-1, dtype=torch.float64)
-    ends = block_sums.cumsum(-1)
-    total = ends[:, -1:]
-    target = uniform[:, None] * total
-    chosen = torch.searchsorted(ends, target, right=True).clamp_(max=padded.shape[1] - 1)
-    rest = target - ends.gather(1, chosen) + block_sums.gather(1, chosen)
-    inside = padded[torch.arange(rows, device=device), chosen[:, 0]].cumsum(-1, dtype=torch.float64)
-    token = torch.searchsorted(inside, rest, right=True)
-    # Rounding may point one past the last token that has any weight.
-    last = (inside < inside[:, -1:]).sum(-1, keepdim=True)
-    token = chosen * block + torch.minimum(token, last)
-    if (temperature == 0).any():
-        token = torch.where((temperature > 0)[:, None], token, greedy)
-    logprobs = logits.gather(1, token) - highest - total.log().to(logits.dtype)
-    return token[:, 0], logprobs[:, 0]
