@@ -103,6 +103,7 @@ def test_any_text_in_the_configuration_survives(
 def test_resume_accepts_what_changes_no_result(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "demo")
     folder.prepare(make_config(train_dataset__total_steps=10))
+    folder.append_metrics(StepMetrics(1))
     longer = make_config(
         train_dataset__total_steps=20,
         algorithm__save_interval_steps=5,
@@ -126,9 +127,18 @@ def test_resume_accepts_what_changes_no_result(tmp_path: Path) -> None:
     assert load_config(folder.config_path) == longer
 
 
+def test_settings_of_a_start_that_failed_do_not_bind(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "demo")
+    folder.prepare(make_config(engine__device="cuda"))
+    corrected = make_config(engine__device="cpu")
+    assert folder.prepare(corrected) is False
+    assert load_config(folder.config_path) == corrected
+
+
 def test_resume_lists_every_setting_that_changes_results(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "demo")
     folder.prepare(make_config(seed=1, auxiliary_models__judge={"model_path": "a"}))
+    folder.append_metrics(StepMetrics(1))
     stored = folder.config_path.read_bytes()
     given_config = make_config(seed=2, algorithm__learning_rate=0.5, workflow__timeout_s=9, model__stop=["é"])
     with pytest.raises(ConfigError) as caught:
