@@ -387,3 +387,24 @@ def test_bfloat16_keeps_small_updates_in_master_weights(tiny_model_dir: Path) ->
     before = {name: master.detach().clone() for name, master in learner.masters.items()}
     learner.train([[Datum(call, 1.0 - 2 * (i % 2), 0.0, i) for i, call in enumerate(calls)]])
     assert any(not torch.equal(before[name], master) for name, master in learner.masters.items())
+
+
+def test_branches_of_every_length_are_exact(tiny_model_dir: Path) -> None:
+    """Single nodes, single tokens and padded siblings each take another way through memory."""
+    loaded = load(tiny_model_dir)
+    learner = learner_of(loaded)
+    stem = list(range(5, 45))
+    for endings in (
+        [[7]],
+        [[7], [8]],
+        [[7], [8, 9, 10]],
+        [[7] * 30, [8]],
+        [[7, 8], [9] * 5, [10] * 40],
+        [[7] * 40, [7] * 40 + [9]],
+    ):
+        calls = [
+            ModelCall("r", [], None, stem, [*ending, 12], [0.0] * (len(ending) + 1), 1.0, 1.0, 0, "stop", "", 0)
+            for ending in endings
+        ]
+        for call, ours in zip(calls, learner.logprobs(calls), strict=True):
+            assert (ours - plain_logprobs(loaded, call).detach()).abs().max() < 1e-4

@@ -237,7 +237,7 @@ class TreeLayout:
             if p:
                 path_k = k.index_select(0, path).view(p, kv, d).permute(1, 2, 0)  # (K, d, P)
                 path_v = v.index_select(0, path).view(p, kv, d).transpose(0, 1)  # (K, P, d)
-                path_scores = (folded.view(kv, n * g * c, d) @ path_k).view(kv, n, g * c, p)
+                path_scores = (folded.reshape(kv, n * g * c, d) @ path_k).view(kv, n, g * c, p)
                 weights = _softmax(torch.cat([path_scores, scores], -1), v)
                 from_path = weights[..., :p].reshape(kv, n * g * c, p) @ path_v
                 out = from_path.view(kv, n, g * c, d) + weights[..., p:] @ own_v
