@@ -150,7 +150,6 @@ def test_commands_and_options_that_do_not_exist(project: Path) -> None:
     assert "--config" in err
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGINT to send")
 def test_an_interrupted_run_can_be_continued(project: Path) -> None:
     arguments = ["train", "-w", "patient.py:Patient", "-c", "config.yaml"]
     arguments += ["train_dataset.total_steps=3", "algorithm.save_interval_steps=1"]

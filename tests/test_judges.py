@@ -33,7 +33,6 @@ def reward(reference: Any, output: WorkflowOutput, judge: MathJudge | None = Non
 @pytest.fixture(scope="module")
 def judge() -> MathJudge:
     """One for all tests, so that they share its process, as the episodes of a run do."""
-    pytest.importorskip("math_verify")
     return MathJudge(timeout_s=30)
 
 
@@ -152,7 +151,6 @@ def test_a_response_that_is_not_text_is_an_error() -> None:
 def test_an_answer_that_cannot_be_computed_is_wrong_and_holds_up_nobody(
     endless: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pytest.importorskip("math_verify")
     judge = MathJudge(timeout_s=2)
 
     async def run() -> list[float]:
@@ -178,7 +176,6 @@ def test_many_episodes_and_several_event_loops_share_one_judge(judge: MathJudge)
 
 
 def test_the_process_ends_with_its_judge() -> None:
-    pytest.importorskip("math_verify")
     judge = MathJudge()
     assert reward(r"\frac{1}{2}", said("0.5"), judge) == 1.0
     assert judge._math_verify is not None

@@ -181,7 +181,8 @@ def test_settings_without_effect_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_hub_dataset_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    datasets = pytest.importorskip("datasets")
+    import datasets
+
     table = datasets.Dataset.from_list([{"question": f"q{i}", "answer": f"#### {i}"} for i in range(5)])
     splits = {("openai/gsm8k", "main", "test"): table}
     monkeypatch.setattr(datasets, "load_dataset", lambda path, *, name, split: splits[path, name, split])
@@ -191,7 +192,8 @@ def test_a_hub_dataset_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_hub_dataset_that_cannot_be_had_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
-    datasets = pytest.importorskip("datasets")
+    import datasets
+
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(DataError) as caught:

@@ -89,8 +89,8 @@ def _build(sequences: Sequence[list[int]], batch: list[int], shared: list[int], 
     overlaps = [0] + [min(shared[a + 1 : b + 1]) for a, b in pairwise(leaves)]
     paths: dict[int, list[int]] = {}
 
-    def grow(low: int, high: int, depth: int, path: list[int]) -> list[tuple[int, int, list[int]]]:
-        """Nodes below `path` for leaves low..high-1, as (start depth, end depth, leaves)."""
+    def grow(low: int, high: int, depth: int) -> list[tuple[int, int, list[int]]]:
+        """Nodes that begin at `depth`, for leaves low..high-1, as (start depth, end depth, leaves)."""
         nodes: list[tuple[int, int, list[int]]] = []
         first = low
         for i in range(low + 1, high + 1):
@@ -104,7 +104,7 @@ def _build(sequences: Sequence[list[int]], batch: list[int], shared: list[int], 
     stack: list[tuple[int, int, int, list[int]]] = [(0, len(leaves), 0, [])]
     while stack:
         low, high, depth, path = stack.pop()
-        nodes = sorted(grow(low, high, depth, path), key=lambda node: node[1] - node[0])
+        nodes = sorted(grow(low, high, depth), key=lambda node: node[1] - node[0])
         family: list[tuple[int, int]] = []
         for start, end, members in nodes:
             sequence = sequences[batch[leaves[members[0]]]]
