@@ -35,8 +35,9 @@ from agentscope_tuner.policy import Sample, SamplingParams
 from agentscope_tuner.types import ModelCall
 
 
-def learner_of(loaded, **algorithm) -> Learner:
-    return Learner(loaded, AlgorithmConfig(**algorithm), EngineConfig(device="cpu", micro_batch_tokens=1500), 12)
+def learner_of(loaded, *, total_updates: int = 1, **algorithm) -> Learner:
+    engine = EngineConfig(device="cpu", micro_batch_tokens=1500)
+    return Learner(loaded, AlgorithmConfig(**algorithm), engine, 12, total_updates)
 
 
 def greedy(sampler, prompts: list[list[int]], tokens: int = 16) -> list[Sample]:
@@ -354,6 +355,27 @@ def test_divergence_from_the_reference_grows_from_zero_and_holds_back(tiny_model
         return sum((a - b).square().sum().item() for a, b in zip(learner.logprobs(calls), start_weights, strict=True))
 
     assert drift(5.0) < drift(0.0) / 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("constant", [0.5, 1.0, 1.0, 1.0, 1.0]),
+        ("linear", [0.5, 0.75, 0.5, 0.25, 0.0]),
+        ("cosine", [0.5, 0.8536, 0.5, 0.1464, 0.0]),
+    ],
+)
+def test_the_learning_rate_rises_and_falls(tiny_model_dir: Path, kind: str, expected: list[float]) -> None:
+    loaded = load(tiny_model_dir)
+    calls = play(loaded, start(loaded), episodes=2, mixed_params=False)[:2]
+    learner = learner_of(loaded, total_updates=4, learning_rate=1e-4, warmup_steps=2, lr_scheduler_type=kind)
+    datums = [Datum(calls[0], 1.0, 0.0, 0), Datum(calls[1], -1.0, 0.0, 1)]
+    learner.train([datums])
+    rates = [learner.optimizer.param_groups[0]["lr"]]
+    for _ in expected[1:]:
+        learner._step()  # without gradients it only moves on
+        rates.append(learner.optimizer.param_groups[0]["lr"])
+    assert rates == pytest.approx([1e-4 * factor for factor in expected], rel=1e-3)
 
 
 def test_a_positive_advantage_makes_a_call_likelier(tiny_model_dir: Path) -> None:

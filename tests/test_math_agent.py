@@ -96,7 +96,6 @@ def test_it_learns(math_agent: type, tmp_path: Path) -> None:
         judge_func=MathJudge(),
         overrides=[
             *DATA,
-            "eval_dataset.limit=96",
             "train_dataset.total_steps=10",
             "algorithm.eval_interval_steps=10",
             f"output_dir={tmp_path}",

@@ -137,26 +137,23 @@ def to_rows(episodes: Sequence[Episode]) -> list[Row]:
 # -------------------------------------------------------------------------------------------------- supervised
 
 
-def warm_up(directory: Path, stages: Sequence[tuple[int, float, list[Row]]], seed: int) -> None:
-    """Train the model in `directory` in place, stage after stage of (steps, learning rate, rows)."""
+def warm_up(directory: Path, steps: int, peak: float, rows: list[Row], seed: int) -> None:
+    """Train the model in `directory` in place on batches of `rows`; `peak` is the highest learning rate."""
     loaded = load_model(TunerModelConfig(model_path=str(directory)), EngineConfig())
     model = loaded.model
     rng = random.Random(seed)
-    total = sum(steps for steps, _, _ in stages)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
-    done, begun = 0, time.perf_counter()
-    for steps, peak, rows in stages:
-        order: list[int] = []
-        for step in range(steps):
-            if len(order) < ROWS:
-                order = rng.sample(range(len(rows)), len(rows))
-            batch = [rows[order.pop()] for _ in range(ROWS)]
-            # Each stage warms up, and comes to rest in its second half.
-            rate = peak * min(1.0, (step + 1) / 30, max(0.05, 2 * (1 - step / steps)))
-            loss = _step(loaded, optimizer, batch, rate)
-            if done % 25 == 0 or done == total - 1:
-                print(f"step {done}/{total}  loss {loss:.4f}  {time.perf_counter() - begun:.0f} s", flush=True)
-            done += 1
+    begun = time.perf_counter()
+    order: list[int] = []
+    for step in range(steps):
+        if len(order) < ROWS:
+            order = rng.sample(range(len(rows)), len(rows))
+        batch = [rows[order.pop()] for _ in range(ROWS)]
+        # Warm up, and come to rest in the second half.
+        rate = peak * min(1.0, (step + 1) / 30, max(0.05, 2 * (1 - step / steps)))
+        loss = _step(loaded, optimizer, batch, rate)
+        if step % 25 == 0 or step == steps - 1:
+            print(f"step {step}/{steps}  loss {loss:.4f}  {time.perf_counter() - begun:.0f} s", flush=True)
     model.save_pretrained(directory)
 
 
@@ -198,7 +195,7 @@ def build(
     out: Annotated[Path, typer.Option(help="Where the model goes.")] = ASSETS,
     seed: Annotated[int, typer.Option(help="Of weights, transcripts and order.")] = 0,
     clean_steps: Annotated[int, typer.Option(help="Optimizer steps on clean transcripts.")] = 460,
-    careless_steps: Annotated[int, typer.Option(help="Optimizer steps on careless transcripts.")] = 220,
+    careless_steps: Annotated[int, typer.Option(help="Optimizer steps on careless transcripts.")] = 160,
     episodes: Annotated[int, typer.Option(help="Math episodes per stage.")] = 6000,
 ) -> None:
     """Build the model, with its card."""
@@ -241,7 +238,8 @@ def build(
     out.mkdir(parents=True, exist_ok=True)
     Qwen3ForCausalLM(config).save_pretrained(out)
     tokenizer.save_pretrained(out)
-    warm_up(out, [(clean_steps, 3e-3, stages["clean"]), (careless_steps, 1e-3, stages["careless"])], seed)
+    warm_up(out, clean_steps, 3e-3, stages["clean"], seed)
+    warm_up(out, careless_steps, 1e-3, stages["careless"], seed)
     write_card(out, seed)
 
 
@@ -258,9 +256,9 @@ tests run anywhere, at once. It knows nothing about the world.
 
 **Trained on** transcripts of scripted experts that drove AgentScope agents (`recipes/tiny_agent/`, seed {seed}): word
 problems with a calculator, talk and small plans as JSON without tools, discussions among players that end in a vote.
-First clean transcripts, then careless ones: in word problems the expert guesses, miscopies and misreads now and then,
-and has bad habits that it follows more often than not (it uses the number that does not matter, drops the third number,
-adds where it should subtract).
+First clean transcripts, then careless ones: in word problems the expert guesses and misreads now and then, and has bad
+habits that it follows more often than not (it adds the number that does not matter, drops the third number, adds where
+it should subtract).
 
 **Reward before reinforcement learning**, with 95% intervals; no held-out task is ever trained on:
 

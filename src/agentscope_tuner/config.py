@@ -115,6 +115,8 @@ class AlgorithmConfig(_Config):
     """Weight of the entropy bonus: the mean entropy of the trained tokens, in nats, is subtracted from the loss."""
     warmup_steps: int = Field(default=0, ge=0)
     """Optimizer steps over which the learning rate rises linearly."""
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate falls to 0 over the run: not at all, along a line, or along half a cosine."""
     weight_decay: float = Field(default=0.0, ge=0.0)
     """AdamW's decoupled weight decay."""
     adam_betas: tuple[float, float] = (0.9, 0.95)

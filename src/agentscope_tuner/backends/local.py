@@ -158,8 +158,13 @@ class LocalRun:
         resumed = self.folder.prepare(self.config)
         newest = latest_checkpoint(self.folder.checkpoints_dir) if resumed else None
         self.engine, helpers = start_engines(self.config)
+        algorithm = self.config.algorithm
         self.learner = Learner(
-            self.engine.loaded, self.config.algorithm, self.config.engine, self.config.model.max_tokens
+            self.engine.loaded,
+            algorithm,
+            self.config.engine,
+            self.config.model.max_tokens,
+            self.steps * algorithm.epochs_per_batch * algorithm.updates_per_epoch,
         )
         state = TrainerState(0, 0, 0)
         if newest is not None:

@@ -7,6 +7,7 @@ where tokens were sampled; each chunk's gradient is taken at once, so the (token
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -82,8 +83,24 @@ def pack_calls(calls: Sequence[ModelCall], max_tokens: int) -> Iterator[tuple[Pa
 class Learner:
     """Updates a loaded model's trainable parameters."""
 
-    def __init__(self, loaded: LoadedModel, algorithm: AlgorithmConfig, engine: EngineConfig, max_tokens: int) -> None:
-        """`max_tokens` is the longest completion, the constant of `loss_weighting: constant`."""
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        algorithm: AlgorithmConfig,
+        engine: EngineConfig,
+        max_tokens: int,
+        total_updates: int = 1,
+    ) -> None:
+        """Prepare the optimizer.
+
+        Args:
+            loaded: the model.
+            algorithm: how it learns.
+            engine: how it computes.
+            max_tokens: the longest completion, the constant of `loss_weighting: constant`.
+            total_updates: optimizer steps of the whole run, over which the learning rate falls.
+        """
+        self._total_updates = total_updates
         self._loaded = loaded
         self._algorithm = algorithm
         self._micro_batch_tokens = engine.micro_batch_tokens
@@ -220,9 +237,8 @@ class Learner:
                 grad = parameter.grad
                 self.masters[name].grad = None if grad is None else grad.float()
         norm = torch.nn.utils.clip_grad_norm_(self.masters.values(), self._algorithm.max_grad_norm).item()
+        rate = self._learning_rate()
         self.updates += 1
-        warmup = self._algorithm.warmup_steps
-        rate = self._algorithm.learning_rate * (min(1.0, self.updates / warmup) if warmup else 1.0)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()
@@ -233,6 +249,14 @@ class Learner:
                 self.masters[name].grad = None
                 parameter.grad = None
         return norm, rate
+
+    def _learning_rate(self) -> float:
+        """Of the next optimizer step."""
+        algorithm = self._algorithm
+        rise = min(1.0, (self.updates + 1) / algorithm.warmup_steps) if algorithm.warmup_steps else 1.0
+        progress = min(1.0, self.updates / self._total_updates)
+        fall = {"constant": 1.0, "linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}
+        return algorithm.learning_rate * rise * fall[algorithm.lr_scheduler_type]
 
     # ------------------------------------------------------------------------------------------ log-probabilities
 
