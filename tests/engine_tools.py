@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -18,10 +19,12 @@ from agentscope_tuner.policy import SamplingParams
 from agentscope_tuner.types import ModelCall
 
 
-def load(directory: Path | str, *, lora: LoraConfig | None = None, max_model_len: int = 512) -> LoadedModel:
+def load(
+    directory: Path | str, *, lora: LoraConfig | None = None, max_model_len: int = 512, adapters: Sequence[str] = ()
+) -> LoadedModel:
     """A model in float32 on the CPU."""
     config = TunerModelConfig(model_path=str(directory), max_model_len=max_model_len, lora=lora)
-    return load_model(config, EngineConfig(device="cpu"))
+    return load_model(config, EngineConfig(device="cpu"), adapters)
 
 
 def start(loaded: LoadedModel, **engine: object) -> Sampler:
@@ -38,6 +41,7 @@ def play(
     tokens: int = 12,
     shared: int = 90,
     mixed_params: bool = True,
+    adapters: Mapping[str, str] | None = None,
     seed: int = 0,
 ) -> list[ModelCall]:
     """Multi-turn, multi-role, branching episodes in groups of four that share a prompt, arriving staggered."""
@@ -70,11 +74,12 @@ def play(
                     max_tokens=tokens,
                     seed=1000 * index + turn,
                 )
-            sample = await sampler.sample(list(ids), params, episode_id=name)
+            adapter = (adapters or {}).get(role, "")
+            sample = await sampler.sample(list(ids), params, episode_id=name, adapter=adapter)
             calls.append(
                 ModelCall(
                     role, [], None, list(ids), sample.token_ids, sample.logprobs, params.temperature, params.top_p,
-                    params.top_k, sample.finish_reason, "", sample.policy_version,
+                    params.top_k, sample.finish_reason, "", sample.policy_version, adapter=adapter,
                 )
             )  # fmt: skip
             histories[role] = ids + sample.token_ids + text(own.randrange(1, 9), own)

@@ -22,13 +22,14 @@ FLOORS: dict[str, float] = {
     "algorithms": 3,
     "reporting": 3,
     "loading": 3,
+    "opponents": 3,
     "engine": 4,
-    "testing": 4,
     "recorder": 5.0,
     "agentscope_face": 5.1,
     "model_tuner": 5.2,
     "workflow": 6,
     "rollout": 7,
+    "testing": 8,
     "backends": 8,
     "tune": 9,
     "evaluate": 9,
@@ -40,7 +41,7 @@ FLOORS: dict[str, float] = {
 
 ALLOWED_ROOMS: dict[str, set[str]] = {
     "torch": {"algorithms", "engine"},
-    "agentscope": {"agentscope_face", "model_tuner", "workflow"},
+    "agentscope": {"agentscope_face", "model_tuner", "workflow", "testing"},
     "trinity": {"backends"},
 }
 """Packages of others that only these rooms may import, not even lazily anywhere else."""

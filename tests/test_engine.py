@@ -29,7 +29,7 @@ from agentscope_tuner.algorithms.losses import policy_loss
 from agentscope_tuner.config import AlgorithmConfig, EngineConfig, LoraConfig, TunerModelConfig
 from agentscope_tuner.engine.decoder import FusedDecoder, ModuleDecoder
 from agentscope_tuner.engine.learner import Learner
-from agentscope_tuner.engine.models import effective_weight, load_model
+from agentscope_tuner.engine.models import layer_weight, load_model
 from agentscope_tuner.errors import ConfigError, ModelError, ParityError, PromptTooLongError
 from agentscope_tuner.policy import Sample, SamplingParams
 from agentscope_tuner.types import ModelCall
@@ -224,7 +224,7 @@ def test_a_cancelled_episode_leaves_no_trace(tiny_model_dir: Path) -> None:
         return await sampler.sample([9] * 20, SamplingParams(max_tokens=4), episode_id="c")
 
     assert len(asyncio.run(run()).token_ids) <= 4
-    sampler.weights_changed()  # raises if anything were still under way
+    sampler.weights_changed(1)  # raises if anything were still under way
 
 
 def test_an_error_while_computing_reaches_everybody_who_waits(tiny_model_dir: Path) -> None:
@@ -333,14 +333,14 @@ def test_lora_sampling_sees_the_update(tiny_model_dir: Path) -> None:
     learner = learner_of(loaded, learning_rate=0.05)
     rng = random.Random(0)
     learner.train([[Datum(call, rng.gauss(0, 1), 0.0, i) for i, call in enumerate(calls)]])
-    sampler.weights_changed()
+    sampler.weights_changed(1)
     again = play(loaded, sampler, episodes=8, mixed_params=False)
     assert any(abs(a.logprobs[0] - b.logprobs[0]) > 1e-3 for a, b in zip(calls, again, strict=True))
     for call, ours in zip(again, learner.logprobs(again), strict=True):
         assert (torch.tensor(call.logprobs) - ours).abs().max() < 1e-4
     layer = loaded.model.get_decoder().layers[0].self_attn.q_proj
     x = torch.randn(3, 32)
-    assert torch.allclose(layer(x), x @ effective_weight(layer).T, atol=1e-5)
+    assert torch.allclose(layer(x), x @ layer_weight(layer, merged=True).T, atol=1e-5)
 
 
 def test_divergence_from_the_reference_grows_from_zero_and_holds_back(tiny_model_dir: Path) -> None:

@@ -41,18 +41,18 @@ def test_group_normalised_advantages_are_trls() -> None:
     (advantages,) = compute_advantages([a_group(*({"r": r} for r in rewards))], "group_std")
     scored = torch.tensor(rewards)
     expected = (scored - scored.mean()) / (scored.std() + 1e-4)
-    assert torch.allclose(torch.tensor([a for _, a in advantages]), expected, atol=1e-6)
+    assert torch.allclose(torch.tensor([credit.advantages[0] for credit in advantages]), expected, atol=1e-6)
 
 
 def test_mean_only_advantages_keep_their_scale() -> None:
     (advantages,) = compute_advantages([a_group({"r": 3.0}, {"r": 1.0})], "mean_only")
-    assert [a for _, a in advantages] == [1.0, -1.0]
+    assert [credit.advantages[0] for credit in advantages] == [1.0, -1.0]
 
 
 def test_roles_are_compared_with_their_own_kind() -> None:
     group = a_group({"wolf": 1.0, "seer": 0.0}, {"wolf": 0.0, "seer": 0.0}, {"wolf": 0.5, "seer": 9.0})
     (advantages,) = compute_advantages([group], "mean_only")
-    assert {(t.role, t.reward): a for t, a in advantages} == {
+    assert {(c.trajectory.role, c.trajectory.reward): c.advantages[0] for c in advantages} == {
         ("wolf", 1.0): 0.5, ("wolf", 0.0): -0.5, ("wolf", 0.5): 0.0,
         ("seer", 0.0): -3.0, ("seer", 9.0): 6.0,
     }  # fmt: skip
@@ -61,7 +61,7 @@ def test_roles_are_compared_with_their_own_kind() -> None:
 def test_failed_episodes_and_silent_groups_take_no_part() -> None:
     groups = [a_group({"r": 1.0}, None, {"r": 0.0}), a_group({"r": 1.0}, {"r": 1.0}), a_group({"r": 1.0}, None)]
     first, second, third = compute_advantages(groups, "mean_only")
-    assert [a for _, a in first] == [0.5, -0.5]
+    assert [credit.advantages[0] for credit in first] == [0.5, -0.5]
     assert second == third == []
 
 

@@ -70,6 +70,8 @@ def make_call(messages: list[dict[str, Any]], prompt_ids: list[int], **changes: 
         finish_reason="stop",
         text="hello",
         policy_version=2,
+        agent="Friday",
+        reward=0.25,
     )
     return replace(call, **changes)
 
@@ -350,10 +352,15 @@ def test_an_episode_line_holds_what_is_needed_to_understand_it(tmp_path: Path) -
         "is_success": None,
         "error": None,
         "metrics": {"workflow/x": 1.0},
+        "opponents": {},
+        "replayed": 0,
         "time_s": 0.5,
     }
     assert call == {
         "role": "default",
+        "agent": "Friday",
+        "adapter": "",
+        "reward": 0.25,
         "finish_reason": "stop",
         "text": "hello",
         "policy_version": 2,

@@ -443,7 +443,7 @@ def test_roles_compare_with_their_own_kind(model: PolicyModel) -> None:
     rollout = Rollout(WorkflowRunner(Alternates), None, model, WorkflowConfig(), 0, {})
     groups = asyncio.run(rollout.run([Task()], 4, phase="test"))
     (advantages,) = compute_advantages(groups, "mean_only")
-    assert [(t.role, advantage) for t, advantage in advantages] == [
+    assert [(credit.trajectory.role, credit.advantages[0]) for credit in advantages] == [
         ("wolf", -0.5),
         ("wolf", 0.5),
         ("wolf", -0.5),

@@ -22,9 +22,10 @@ from agentscope_tuner.recorder import Completion, Recorder
 class RoleModel(ChatModelBase):
     """The chat model of one role: the policy where the role is trained, its default model where it is not."""
 
-    def __init__(self, recorder: Recorder, role: str) -> None:
+    def __init__(self, recorder: Recorder, role: str, agent: str | None = None) -> None:
         self._recorder = recorder
         self._role = role
+        self._agent = agent
         # Not through `super()`, which would switch off the streaming of the user's own default model.
         self.model_name = recorder.model.name
         self._stream = False
@@ -65,13 +66,8 @@ class RoleModel(ChatModelBase):
             options: `temperature`, `top_p`, `top_k`, `max_tokens`, `stop` of this call.
         """
         if not self._is_trained:
-            model = self._recorder.default_model(self._role)
             given = {"tools": tools, "tool_choice": tool_choice, "structured_model": structured_model}
-            with self._recorder.elsewhere():
-                answer: ChatResponse | AsyncGenerator[ChatResponse, None] = await model(
-                    messages, **{k: v for k, v in given.items() if v is not None}, **options
-                )
-            return answer
+            return await self._ask_default(messages, {k: v for k, v in given.items() if v is not None} | options)
         if tool_choice is not None:
             self._validate_tool_choice(tool_choice, tools or [])
         if structured_model is not None:
@@ -80,9 +76,46 @@ class RoleModel(ChatModelBase):
             return self._streamed(messages, tools, tool_choice, structured_model, options)
         begun = time.perf_counter()
         completion = await self._recorder.complete(
-            self._role, messages, tools=tools, tool_choice=tool_choice, options=options
+            self._role, messages, tools=tools, tool_choice=tool_choice, options=options, agent=self._agent
         )
         return _response(completion, structured_model, time.perf_counter() - begun)
+
+    async def _ask_default(
+        self, messages: list[dict[str, Any]], options: dict[str, Any]
+    ) -> ChatResponse | AsyncGenerator[ChatResponse, None]:
+        """Ask the default model; in an episode that is continued, what it said before is said again."""
+        model = self._recorder.default_model(self._role)
+        place = self._recorder.ask()
+        answer = self._recorder.replayed(place)
+        if answer is not None and not isinstance(answer, ChatResponse | list):
+            raise self._recorder.diverged(place)
+        if answer is None:
+            with self._recorder.elsewhere():
+                answer = await model(messages, **options)
+        if isinstance(answer, ChatResponse):
+            self._recorder.answers[place] = answer
+            self._tell(messages, answer)
+            return answer
+        kept: list[ChatResponse] = []
+        self._recorder.answers[place] = kept
+        return self._keep(answer, kept, messages)
+
+    async def _keep(
+        self,
+        chunks: AsyncGenerator[ChatResponse, None] | list[ChatResponse],
+        kept: list[ChatResponse],
+        messages: list[dict[str, Any]],
+    ) -> AsyncGenerator[ChatResponse, None]:
+        """The chunks of a stream, as they come or once more."""
+        async for chunk in _again(chunks) if isinstance(chunks, list) else chunks:
+            kept.append(chunk)
+            yield chunk
+        if kept:
+            self._tell(messages, kept[-1])
+
+    def _tell(self, messages: list[dict[str, Any]], answer: ChatResponse) -> None:
+        if self._recorder.on_answer is not None:
+            self._recorder.on_answer(self._role, self._agent or self._role, messages, answer)
 
     async def _streamed(
         self,
@@ -102,6 +135,7 @@ class RoleModel(ChatModelBase):
                 tool_choice=tool_choice,
                 options=options,
                 on_token=tokens.put_nowait,
+                agent=self._agent,
             )
         )
         call.add_done_callback(lambda _: tokens.put_nowait(None))
@@ -121,6 +155,11 @@ class RoleModel(ChatModelBase):
             call.cancel()
 
 
+async def _again(chunks: list[ChatResponse]) -> AsyncGenerator[ChatResponse, None]:
+    for chunk in chunks:
+        yield chunk
+
+
 @contextmanager
 def quiet_agents() -> Iterator[None]:
     """Agents made inside do not print what they say: hundreds of them run at once."""
@@ -134,6 +173,19 @@ def quiet_agents() -> Iterator[None]:
             del os.environ[switch]
         else:
             os.environ[switch] = before
+
+
+def respond(
+    text: str,
+    tools: list[dict[str, Any]] | None,
+    tool_choice: str | None,
+    structured_model: type[BaseModel] | None,
+) -> ChatResponse:
+    """A model's text as an AgentScope response, with the tool calls it holds."""
+    wants_calls = structured_model is not None or (bool(tools) and tool_choice != "none")
+    reply = parse_reply(text, tools=wants_calls)
+    metadata = None if structured_model is None else _structured(reply, structured_model)
+    return ChatResponse(content=_blocks(reply), metadata=metadata)
 
 
 def _settled(text: str, marks: Sequence[str]) -> str:

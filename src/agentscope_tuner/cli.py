@@ -1,4 +1,4 @@
-"""The command line: `astuner train`, `astuner eval`, `astuner doctor`.
+"""The command line: `astuner train`, `astuner eval`, `astuner debug`, `astuner doctor`.
 
 Exit status: 0 done; 1 the run failed; 2 the command or its configuration is wrong; 130 interrupted.
 
@@ -129,6 +129,44 @@ def evaluate_held_out(
             print(json.dumps({name: _plain(asdict(result)) for name, result in results.items()}, indent=2))
         else:
             Console().print(_table(results))
+
+
+@app.command()
+def debug(
+    workflow: _Workflow,
+    config: Annotated[str | None, typer.Option("--config", "-c", metavar="FILE", help="Takes its tasks.")] = None,
+    judge: _Judge = None,
+    overrides: _Overrides = None,
+    task: Annotated[list[str] | None, typer.Option("--task", "-t", help="A task's text, instead of --config.")] = None,
+    limit: Annotated[int, typer.Option("--limit", min=1, help="How many tasks to run.")] = 3,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", "-m", metavar="WHERE:NAME", help="Chat model for roles that have no default model."),
+    ] = None,
+) -> None:
+    """Run a few episodes with the default models, and show what is said. Nothing is trained; breakpoints work."""
+    with _one_message("interrupted"):
+        if (config is None) == (not task):
+            raise ConfigError("give tasks either by `--config` (its `train_dataset`) or by `--task`")
+        workflow_func, judge_func = _load(workflow, judge)
+        stand_in = None if model is None else load_object(model)
+        from agentscope_tuner.backends.debug import DebugRun
+        from agentscope_tuner.readers import load_tasks
+        from agentscope_tuner.rollout import run_to_end
+        from agentscope_tuner.types import Task
+        from agentscope_tuner.workflow import JudgeRunner, WorkflowRunner
+
+        tasks = [Task(main_query=text, task_id=f"task-{i}") for i, text in enumerate(task or ())]
+        if config is not None:
+            settings = load_config(config, overrides=overrides or [], defaults={"experiment_name": "debug"})
+            dataset = settings.train_dataset or settings.eval_dataset
+            if dataset is None:
+                raise ConfigError(f"`{config}` names no `train_dataset`; add one, or give tasks by `--task`")
+            tasks = load_tasks(dataset)
+        runner = DebugRun(
+            WorkflowRunner(workflow_func), None if judge_func is None else JudgeRunner(judge_func), stand_in
+        )
+        run_to_end(runner.run(tasks[:limit]))
 
 
 @app.command("doctor")

@@ -79,6 +79,21 @@ class TunerModelConfig(_Config):
     """Run Python code that comes with the model. Only for models whose code you have read."""
 
 
+class BranchingConfig(_Config):
+    """Some episodes are run again from the beginning of one of their turns, which shows what that turn was worth.
+
+    The episode is repeated up to the turn with what was recorded, so the workflow has to be deterministic: whatever it
+    draws by itself has to come from `WorkflowTask.seed`.
+    """
+
+    episodes: int = Field(default=1, ge=1)
+    """Episodes of each group to branch."""
+    continuations: int = Field(default=4, ge=1)
+    """How often each is continued; the episode itself is one more."""
+    turns: Literal["random"] | list[int] = "random"
+    """Where: at a random turn, or at one of these, the first being 0."""
+
+
 class AlgorithmConfig(_Config):
     """GRPO (arXiv:2402.03300) and its usual variants."""
 
@@ -94,9 +109,13 @@ class AlgorithmConfig(_Config):
     """Steps between checkpoints. The last step is always saved."""
     eval_interval_steps: int = Field(default=100, ge=1)
     """Steps between evaluations. Step 0 and the last step are always evaluated."""
-    advantage: Literal["group_std", "mean_only"] = "group_std"
-    """Reward minus group mean, divided by the group's standard deviation (GRPO), or not (Dr. GRPO,
-    arXiv:2503.20783)."""
+    advantage: Literal["group_std", "mean_only", "leave_one_out"] = "group_std"
+    """Reward minus group mean, divided by the group's standard deviation (GRPO), or not (Dr. GRPO, arXiv:2503.20783),
+    or minus the mean of the others (RLOO, arXiv:2402.14740)."""
+    turn_discount: float = Field(default=1.0, gt=0.0, le=1.0)
+    """What a reward counts one turn earlier. Below 1, or where turns earn rewards, every turn has its own advantage."""
+    branching: BranchingConfig | None = None
+    """Continue some episodes several times from one of their turns. None: never."""
     loss_weighting: Literal["token", "episode", "constant"] = "token"
     """`token`: every token of the batch counts the same (DAPO, arXiv:2503.14476). `episode`: every episode and role
     counts the same (GRPO). `constant`: the sum over tokens divided by `episodes * max_tokens` (Dr. GRPO)."""
@@ -134,6 +153,10 @@ class AlgorithmConfig(_Config):
         if self.group_size < 2:
             raise ValueError(
                 f"`group_size` must be at least 2, got {self.group_size}; GRPO compares episodes within a group"
+            )
+        if self.branching is not None and self.branching.episodes > self.group_size:
+            raise ValueError(
+                f"`branching.episodes` ({self.branching.episodes}) must not exceed `group_size` ({self.group_size})"
             )
         if self.updates_per_epoch > self.batch_size:
             raise ValueError(
@@ -182,6 +205,33 @@ class WorkflowConfig(_Config):
     """Seconds after which an episode counts as failed."""
     max_concurrency: int = Field(default=256, ge=1)
     """Episodes that run at the same time."""
+
+
+class OpponentPoolConfig(_Config):
+    """Past versions of adapters as opponents, so that hostile roles do not chase each other in circles.
+
+    In some groups of episodes one team learns, and past versions play the others.
+    """
+
+    probability: float = Field(default=0.5, gt=0.0, le=1.0)
+    """Share of the groups that are played against past versions."""
+    interval_steps: int = Field(default=5, ge=1)
+    """Steps between two versions. The first is the state before any training."""
+    size: int = Field(default=8, ge=1)
+    """Versions to keep, spread evenly over the past."""
+    teams: list[list[str]] | None = None
+    """Roles that are on one side. None: each role for itself."""
+
+
+class RolesConfig(_Config):
+    """Who plays the trained roles."""
+
+    adapters: Literal["shared", "per_role"] = "shared"
+    """`shared`: one policy plays all of them. `per_role`: each has a LoRA adapter of its own over the same weights."""
+    initial: list[str] = Field(default_factory=list)
+    """Trained roles that the weights under the adapters play instead, without learning: the model before training."""
+    opponent_pool: OpponentPoolConfig | None = None
+    """Past versions as opponents. None: always the present ones."""
 
 
 class EngineConfig(_Config):
@@ -241,6 +291,8 @@ class TunerConfig(_Config):
     """Held-out tasks."""
     workflow: WorkflowConfig = Field(default_factory=WorkflowConfig)
     """How episodes are run."""
+    roles: RolesConfig = Field(default_factory=RolesConfig)
+    """Who plays the trained roles."""
     monitor_type: MonitorName = "tensorboard"
     """Where curves go besides `metrics.jsonl` and `reward.png`."""
     engine: EngineConfig = Field(default_factory=EngineConfig)
@@ -264,6 +316,14 @@ class TunerConfig(_Config):
                     refuse(f"{where}.{key}", f"backend `{self.backend}` runs one engine in this process")
             if where != "model" and model.lora is not None:
                 refuse(f"{where}.lora", "auxiliary models are not trained")
+        if self.roles.adapters == "shared":
+            for key in ("initial", "opponent_pool"):
+                if self.roles.sets(key):
+                    refuse(f"roles.{key}", "without `roles.adapters: per_role` all roles share the weights that learn")
+        elif self.model.lora is None:
+            raise ValueError(
+                "`roles.adapters: per_role` needs `model.lora`; set it (`model.lora.rank=16`), or let roles share weights"
+            )
         if self.eval_dataset is None:
             if self.algorithm.sets("eval_interval_steps"):
                 refuse("algorithm.eval_interval_steps", "there is no `eval_dataset`")

@@ -13,7 +13,8 @@
     │   ├── PromptTooLongError      a prompt leaves no room in the context
     │   ├── UnsupportedContentError a message holds something the policy cannot read
     │   ├── RewardError             no reward, or one that is not a finite number
-    │   └── NoTrainedCallError      the workflow never called a trained role
+    │   ├── NoTrainedCallError      the workflow never called a trained role
+    │   └── ReplayError             a branched episode did not repeat itself up to the branch
     └── TrainingStoppedError        the run ends here; everything finished is on disk
         ├── TooManyFailuresError    more episodes failed than `max_failed_fraction` allows
         └── ParityError             the learner disagrees with the sampler
@@ -76,6 +77,10 @@ class RewardError(EpisodeFailure):
 
 class NoTrainedCallError(EpisodeFailure):
     """The workflow returned without a single call to a trained role."""
+
+
+class ReplayError(EpisodeFailure):
+    """An episode that was to be continued from one of its turns did not come there again: it is not deterministic."""
 
 
 class TrainingStoppedError(TunerError):

@@ -53,12 +53,13 @@ async def _evaluate(
     config: TunerConfig, dataset: DatasetConfig, workflow: WorkflowRunner, judge: JudgeRunner | None
 ) -> dict[str, EvalResult]:
     # Imported here for the same reason as in `tune`.
-    from agentscope_tuner.backends.local import evaluate_policy, start_engines
+    from agentscope_tuner.backends.local import choose_cast, evaluate_policy, start_engines
     from agentscope_tuner.readers import load_tasks
     from agentscope_tuner.reporting import ProgressView
 
     tasks = load_tasks(dataset)
-    engine, helpers = start_engines(config)
+    cast = choose_cast(config, workflow)
+    engine, helpers = start_engines(config, cast)
     view = ProgressView(0)
     rollout = Rollout(
         workflow,
@@ -68,6 +69,7 @@ async def _evaluate(
         config.seed,
         helpers,
         lambda episode, _: view.episode_done(failed=episode.error is not None),
+        cast,
     )
     with view:
         return await evaluate_policy(rollout, tasks, view, config.algorithm.max_failed_fraction)

@@ -34,8 +34,12 @@ class ModelTuner(RoleModel):
         """
         self._recorder.register(role, default_model)
 
-    def get_model(self, role: str) -> RoleModel:
-        """The chat model of a role.
+    def get_model(self, role: str, name: str | None = None) -> RoleModel:
+        """The chat model of one player of a role.
+
+        Args:
+            role: as registered.
+            name: the player's, for records and metrics; by default players are numbered.
 
         Raises:
             RoleError: the role is not registered, or is untrained and has no default model.
@@ -43,4 +47,16 @@ class ModelTuner(RoleModel):
         self._recorder.require(role)
         if not self._recorder.is_trained(role):
             self._recorder.default_model(role)
-        return RoleModel(self._recorder, role)
+        return RoleModel(self._recorder, role, name or self._recorder.name_agent(role))
+
+    def reward(self, role: str, value: float, name: str | None = None) -> None:
+        """Let the last turn of a role (or of one of its players) earn something by itself.
+
+        It counts for that turn and, discounted by `algorithm.turn_discount`, for the earlier ones, beside the reward
+        that the workflow returns in the end. Without effect while the role is not trained.
+
+        Raises:
+            RoleError: the role is not registered.
+            RewardError: the value is not finite, or there was no turn yet.
+        """
+        self._recorder.reward(role, value, name)

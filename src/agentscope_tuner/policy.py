@@ -62,9 +62,10 @@ class Policy(Protocol):
         params: SamplingParams,
         *,
         episode_id: str,
+        adapter: str = "",
         on_token: Callable[[int], None] | None = None,
     ) -> Sample:
-        """Complete `prompt_ids`; `on_token` sees each token as it is drawn.
+        """Complete `prompt_ids` with one of the policy's adapters; `on_token` sees each token as it is drawn.
 
         Raises:
             PromptTooLongError: the prompt leaves no room in the context.

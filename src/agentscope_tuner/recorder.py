@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -14,8 +15,8 @@ from typing import Any
 
 from agentscope_tuner.chat import ChatRenderer, Conversation, Reply, parse_reply
 from agentscope_tuner.config import TunerModelConfig
-from agentscope_tuner.errors import ConfigError, EpisodeTimeoutError, RoleError
-from agentscope_tuner.policy import Policy, SamplingParams
+from agentscope_tuner.errors import ConfigError, EpisodeTimeoutError, ReplayError, RewardError, RoleError
+from agentscope_tuner.policy import Policy, Sample, SamplingParams
 from agentscope_tuner.types import DEFAULT_ROLE, ModelCall
 
 _SAMPLING_KEYS = {"temperature", "top_p", "top_k", "max_tokens", "max_completion_tokens", "stop"}
@@ -68,9 +69,23 @@ class Recorder:
         episode_id: str,
         seed: int,
         trainable_targets: Sequence[str] | None = None,
+        cast: Mapping[str, str] | None = None,
         helps: Recorder | None = None,
+        replay: Sequence[Any] = (),
+        on_answer: Callable[[str, str, Sequence[Mapping[str, Any]], Any], None] | None = None,
     ) -> None:
-        """`helps` is the recorder of the episode that an auxiliary model serves."""
+        """Begin an episode.
+
+        Args:
+            model: the policy.
+            episode_id: unique within the run.
+            seed: fixes the random numbers of the policy's completions.
+            trainable_targets: roles the policy plays; None: every role.
+            cast: the adapter each role speaks with, where it is not the weights all roles share.
+            helps: the recorder of the episode that an auxiliary model serves.
+            replay: answers of another episode (its `answers`), given again before anybody is asked.
+            on_answer: is told what default models answer: role, agent, messages, answer.
+        """
         self.model = model
         self.episode_id = episode_id
         self.calls: list[ModelCall] = []
@@ -79,7 +94,13 @@ class Recorder:
         self._seed = seed
         self._targets = None if trainable_targets is None else frozenset(trainable_targets)
         self._conversation = Conversation(model.renderer, model.end_of_turn_ids)
-        self._sent = 0
+        self.cast = cast or {}
+        self.answers: list[Any] = []
+        """Everything that was answered, in the order it was asked for: calls of trained roles, and whatever the face
+        keeps of the others (see `replayed`)."""
+        self._replay = replay
+        self.on_answer = on_answer
+        self._agents = Counter[str]()
         self._closed = False
         self._helps = helps
 
@@ -144,7 +165,48 @@ class Recorder:
     def _named_targets(self) -> str:
         return ", ".join(sorted(self._targets or ()))
 
+    def name_agent(self, role: str) -> str:
+        """A name for one more player of a role: `seer`, or `villager-2` for the second villager."""
+        self._agents[role] += 1
+        count = self._agents[role]
+        return role if count == 1 else f"{role}-{count}"
+
     # ----------------------------------------------------------------------------------------------- calls
+
+    def ask(self) -> int:
+        """Somebody is asked; returns the place of the answer in `answers`."""
+        self.answers.append(None)
+        return len(self.answers) - 1
+
+    def replayed(self, place: int) -> Any:
+        """The answer that is given again at this place; None where one has to be asked for."""
+        return self._replay[place] if place < len(self._replay) else None
+
+    def diverged(self, place: int) -> ReplayError:
+        """What to raise where somebody else is asked, or something else, than in the episode that is repeated."""
+        return ReplayError(
+            f"call {place + 1} of the episode that is continued came from another role or with other messages; draw "
+            "all that is random in the workflow from `WorkflowTask.seed`, or remove `algorithm.branching`"
+        )
+
+    def reward(self, role: str, value: float, agent: str | None = None) -> None:
+        """Let a role's last turn earn something by itself; without effect for roles that do not learn.
+
+        Raises:
+            RoleError: the role is not registered.
+            RewardError: the value is not finite, or the role has not spoken yet.
+        """
+        self.require(role)
+        if not self.is_trained(role):
+            return
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            raise RewardError(f"the reward of a turn must be a finite number, got {value!r} for role `{role}`")
+        for call in reversed(self.calls):
+            if call.role == role and agent in (None, call.agent):
+                call.reward += value
+                return
+        who = f"role `{role}`" if agent is None else f"agent `{agent}` of role `{role}`"
+        raise RewardError(f"{who} earned a reward of {value} before its first turn; give it after a call")
 
     @contextmanager
     def elsewhere(self) -> Iterator[None]:
@@ -164,6 +226,7 @@ class Recorder:
         tool_choice: str | None = None,
         options: Mapping[str, Any] | None = None,
         on_token: Callable[[int], None] | None = None,
+        agent: str | None = None,
     ) -> Completion:
         """Let the policy speak for a trained role, and record it.
 
@@ -175,6 +238,7 @@ class Recorder:
                 fulfil; they are not forced upon it, since forced tokens are not sampled ones.
             options: `temperature`, `top_p`, `top_k`, `max_tokens`, `stop` of this call.
             on_token: sees each token as it is drawn.
+            agent: which of the role's players speaks.
 
         Raises:
             ConfigError: an option that cannot be honoured.
@@ -182,33 +246,54 @@ class Recorder:
         """
         if self._closed:
             raise EpisodeTimeoutError(f"episode `{self.episode_id}` is over")
-        params = self._params(options or {})
+        place = self.ask()
+        params = self._params(options or {}, place)
         prompt = self._conversation.render(messages, tools)
-        with self._helps.elsewhere() if self._helps is not None else nullcontext():
-            sample = await self.model.policy.sample(prompt.ids, params, episode_id=self.episode_id, on_token=on_token)
+        adapter = self.cast.get(role, "")
+        sample = self._sample_again(place, role, prompt.ids, on_token)
+        if sample is None:
+            with self._helps.elsewhere() if self._helps is not None else nullcontext():
+                sample = await self.model.policy.sample(
+                    prompt.ids, params, episode_id=self.episode_id, adapter=adapter, on_token=on_token
+                )
         text = self.text_of(sample.token_ids, params.stop)
         if self._closed:
             raise EpisodeTimeoutError(f"episode `{self.episode_id}` is over")
         reply = parse_reply(text, tools=bool(tools) and tool_choice != "none")
         self._conversation.add(prompt, sample.token_ids, reply)
-        self.calls.append(
-            ModelCall(
-                role=role,
-                messages=prompt.messages,
-                tools=prompt.tools,
-                prompt_ids=prompt.ids,
-                completion_ids=sample.token_ids,
-                logprobs=sample.logprobs,
-                temperature=params.temperature,
-                top_p=params.top_p,
-                top_k=params.top_k,
-                finish_reason=sample.finish_reason,
-                text=text,
-                policy_version=sample.policy_version,
-                extends=prompt.extends,
-            )
+        call = ModelCall(
+            role=role,
+            messages=prompt.messages,
+            tools=prompt.tools,
+            prompt_ids=prompt.ids,
+            completion_ids=sample.token_ids,
+            logprobs=sample.logprobs,
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k,
+            finish_reason=sample.finish_reason,
+            text=text,
+            policy_version=sample.policy_version,
+            extends=prompt.extends,
+            agent=agent or role,
+            adapter=adapter,
         )
+        self.calls.append(call)
+        self.answers[place] = call
         return Completion(reply, len(prompt.ids), len(sample.token_ids), sample.finish_reason)
+
+    def _sample_again(
+        self, place: int, role: str, prompt_ids: list[int], on_token: Callable[[int], None] | None
+    ) -> Sample | None:
+        """What was sampled at this place of the episode that is repeated; None where its end is passed."""
+        call = self.replayed(place)
+        if call is None:
+            return None
+        if not isinstance(call, ModelCall) or call.role != role or call.prompt_ids != prompt_ids:
+            raise self.diverged(place)
+        for token in call.completion_ids if on_token is not None else ():
+            on_token(token)  # type: ignore[misc]
+        return Sample(call.completion_ids, call.logprobs, call.finish_reason, call.policy_version)
 
     def text_of(self, token_ids: Sequence[int], stop: Sequence[str] = ()) -> str:
         """The text of a completion: without its end-of-turn token, and cut before the first stop string."""
@@ -224,7 +309,7 @@ class Recorder:
         stop = options.get("stop") or ()
         return self.model.params.stop + ((stop,) if isinstance(stop, str) else tuple(stop))
 
-    def _params(self, options: Mapping[str, Any]) -> SamplingParams:
+    def _params(self, options: Mapping[str, Any], place: int) -> SamplingParams:
         given = {key: value for key, value in options.items() if value is not None}
         unknown = sorted(set(given) - _SAMPLING_KEYS)
         if unknown:
@@ -234,8 +319,7 @@ class Recorder:
         base = self.model.params
         limit = given.get("max_tokens", given.get("max_completion_tokens", base.max_tokens))
         # Each call has its own random numbers, from the run's seed and the call's place alone.
-        seed = zlib.crc32(f"{self._seed}/{self._sent}".encode()) | self._seed << 32
-        self._sent += 1
+        seed = zlib.crc32(f"{self._seed}/{place}".encode()) | self._seed << 32
         params = SamplingParams(
             temperature=float(given.get("temperature", base.temperature)),
             top_p=float(given.get("top_p", base.top_p)),

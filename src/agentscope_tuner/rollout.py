@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import random
 import threading
 import time
 import traceback
@@ -17,7 +18,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from agentscope_tuner.agentscope_face import quiet_agents
-from agentscope_tuner.config import WorkflowConfig
+from agentscope_tuner.config import BranchingConfig, WorkflowConfig
 from agentscope_tuner.errors import (
     EpisodeFailure,
     EpisodeTimeoutError,
@@ -31,11 +32,14 @@ from agentscope_tuner.policy import SamplingParams
 from agentscope_tuner.recorder import PolicyModel, Recorder
 from agentscope_tuner.types import (
     DEFAULT_ROLE,
+    Branch,
+    Cast,
     Episode,
     EpisodeError,
     EpisodeGroup,
     EvalResult,
     JudgeOutput,
+    ModelCall,
     Task,
     WorkflowOutput,
     WorkflowTask,
@@ -60,6 +64,8 @@ class Rollout:
     auxiliary_models: Mapping[str, PolicyModel]
     on_episode: Callable[[Episode, str], None] | None = None
     """Called with each finished episode and its phase."""
+    cast: Cast = field(default_factory=Cast)
+    """Who plays the trained roles."""
     registered: set[str] = field(default_factory=set)
     """Roles that episodes registered or spoke as."""
 
@@ -76,6 +82,8 @@ class Rollout:
         phase: str,
         first: int = 0,
         params: SamplingParams | None = None,
+        branching: BranchingConfig | None = None,
+        cast_of: Callable[[str], Cast] | None = None,
     ) -> list[EpisodeGroup]:
         """Run every task `group_size` times, as many at once as `max_concurrency` allows.
 
@@ -85,20 +93,33 @@ class Rollout:
             phase: names the episodes; with `seed`, it fixes their random numbers.
             first: index of the first task within the phase.
             params: how to sample, where it differs from the model's own.
+            branching: which episodes are continued anew from one of their turns.
+            cast_of: who plays in a group, by the group's name, where that changes.
 
         Raises:
             TunerError: something that is wrong with the run, not with an episode.
         """
         gate = asyncio.Semaphore(self.config.max_concurrency)
 
+        async def run(start: _Start) -> tuple[Episode, list[Any]]:
+            async with gate:
+                episode, answers = await self._run(start)
+            if self.on_episode is not None:
+                self.on_episode(episode, phase)
+            return episode, answers
+
         async def one(task: Task, index: int, member: int) -> Episode:
             episode_id = f"{phase}-{index}-{member}"
             seed = zlib.crc32(f"{self.seed}/{episode_id}".encode())
             workflow_task = WorkflowTask(task=task, episode_id=episode_id, group_index=member, seed=seed)
-            async with gate:
-                episode = await self.run_episode(workflow_task, params)
-            if self.on_episode is not None:
-                self.on_episode(episode, phase)
+            cast = self.cast if cast_of is None else cast_of(f"{phase}-{index}")
+            start = _Start(workflow_task, params, seed, cast)
+            episode, answers = await run(start)
+            if branching is not None and member < branching.episodes:
+                starts = _branch(start, episode, answers, branching)
+                if starts:
+                    continued = await asyncio.gather(*(run(again) for again in starts))
+                    episode.branch = Branch(continued[0][0].replayed, [other for other, _ in continued])
             return episode
 
         try:
@@ -132,13 +153,26 @@ class Rollout:
         Raises:
             TunerError: something that is wrong with the run, not with this episode.
         """
-        model = self.model if params is None else replace(self.model, params=params)
-        recorder = Recorder(model, episode_id=task.episode_id, seed=task.seed, trainable_targets=self.trainable_targets)
+        episode, _ = await self._run(_Start(task, params, task.seed, self.cast))
+        return episode
+
+    async def _run(self, start: _Start) -> tuple[Episode, list[Any]]:
+        """One episode, and everything that was answered in it."""
+        task, seed = start.task, start.seed
+        model = self.model if start.params is None else replace(self.model, params=start.params)
+        recorder = Recorder(
+            model,
+            episode_id=task.episode_id,
+            seed=seed,
+            trainable_targets=self.trainable_targets,
+            cast=start.cast.adapters,
+            replay=start.replay,
+        )
         auxiliary = {
-            name: Recorder(helper, episode_id=f"{task.episode_id}/{name}", seed=task.seed, helps=recorder)
+            name: Recorder(helper, episode_id=f"{task.episode_id}/{name}", seed=seed, helps=recorder)
             for name, helper in self.auxiliary_models.items()
         }
-        episode = Episode(task, calls=recorder.calls)
+        episode = Episode(task, calls=recorder.calls, opponents=start.cast.opponents, replayed=start.replayed)
         begun = time.perf_counter()
         recorder.model.policy.open_episode(recorder.episode_id)
         try:
@@ -156,7 +190,7 @@ class Rollout:
                 each.model.policy.close_episode(each.episode_id)
             self.registered |= set(recorder.roles) | {call.role for call in recorder.calls}
         episode.time_s = time.perf_counter() - begun
-        return episode
+        return episode, recorder.answers
 
     async def _perform(self, episode: Episode, recorder: Recorder, auxiliary: Mapping[str, Any]) -> None:
         task = episode.workflow_task
@@ -172,6 +206,8 @@ class Rollout:
                 "`model_tuner.get_model(role)` of a trained role"
             )
         reward, metrics = output.reward, {f"workflow/{k}": v for k, v in (output.metrics or {}).items()}
+        if reward is None and self.judge is None and any(call.reward for call in recorder.calls):
+            reward = 0.0  # all there is was earned turn by turn
         if reward is None:
             if self.judge is None:
                 raise RewardError(
@@ -183,7 +219,10 @@ class Rollout:
             metrics |= {f"judge/{k}": v for k, v in (judgement.metrics or {}).items()}
         episode.metrics = metrics
         episode.is_success = output.is_success
-        episode.reward = _reward_by_role(reward, recorder)
+        by_role = _reward_by_role(reward, recorder)
+        for call in recorder.calls:
+            by_role[call.role] += call.reward
+        episode.reward = {role: total for role, total in by_role.items() if role not in episode.opponents}
 
     async def _within_time(self, work: Any, what: str) -> Any:
         """Await user code; cancel it when its time is up, and abandon it if it resists.
@@ -241,6 +280,49 @@ def _own_terms(who: str, kind: type[BaseModel]) -> Iterator[None]:
         problem = exc.errors()[0]
         message = problem["msg"].removeprefix("Value error, ")
         raise RewardError(f"the {who}'s `{problem['loc'][0]}` is not valid: {message}") from exc
+
+
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """What an episode begins with."""
+
+    task: WorkflowTask
+    params: SamplingParams | None
+    seed: int
+    """Of the policy's completions; the workflow's own is the task's."""
+    cast: Cast
+    replay: Sequence[Any] = ()
+    """Answers of the episode that is continued ..."""
+    replayed: int = 0
+    """... and how many of them are calls of trained roles."""
+
+
+def _branch(start: _Start, episode: Episode, answers: list[Any], branching: BranchingConfig) -> list[_Start]:
+    """Where to begin anew; nothing where the episode failed or ended before every turn that was named."""
+    if episode.error is not None:
+        return []
+    places = []
+    for place, answer in enumerate(answers):
+        if isinstance(answer, ModelCall):
+            before = [other for other in answers[:place] if isinstance(other, ModelCall)]
+            # Agents that speak at the same time have no beginning in common.
+            if all(a is b for a, b in zip([*before, answer], episode.calls, strict=False)):
+                places.append((place, len(before)))
+    if branching.turns != "random":
+        places = [(place, turn) for place, turn in places if turn in branching.turns]
+    if not places:
+        return []
+    place, turn = random.Random(f"{start.seed}/branch").choice(places)
+    return [
+        replace(
+            start,
+            task=start.task.model_copy(update={"episode_id": f"{start.task.episode_id}-again{number}"}),
+            seed=zlib.crc32(f"{start.seed}/again/{number}".encode()),
+            replay=answers[:place],
+            replayed=turn,
+        )
+        for number in range(branching.continuations)
+    ]
 
 
 def _reward_by_role(reward: float | dict[str, float], recorder: Recorder) -> dict[str, float]:

@@ -6,7 +6,7 @@ Shapes: `T` is the number of tokens of one completion, `S` of one prompt.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -128,6 +128,12 @@ class ModelCall:
     """How many updates the weights had seen."""
     extends: int | None = None
     """Index of the call of this episode whose recorded ids this prompt starts with; None: rendered from text."""
+    agent: str = ""
+    """Which of the role's players spoke."""
+    adapter: str = ""
+    """Which of the policy's adapters it spoke with; empty: the weights all roles share."""
+    reward: float = 0.0
+    """What this turn earned by itself, by `model_tuner.reward(...)`."""
 
     @property
     def trainable(self) -> bool:
@@ -142,6 +148,43 @@ class Trajectory:
     role: str
     calls: list[ModelCall]
     reward: float
+    """All of it: the rewards of its turns and the one at the end."""
+
+    def returns(self, discount: float) -> list[float]:
+        """What each call led to: its own reward and all later ones, each turn's distance discounted once more.
+
+        The reward at the end belongs to the last call.
+        """
+        following = self.reward - sum(call.reward for call in self.calls)
+        result: list[float] = []
+        for call in reversed(self.calls):
+            following = call.reward + (discount * following if result else following)
+            result.append(following)
+        return result[::-1]
+
+
+def version_of(adapter: str, step: int) -> str:
+    """The name of an adapter as it was after a step."""
+    return f"{adapter}@{step}"
+
+
+@dataclass(frozen=True, slots=True)
+class Cast:
+    """Who plays the trained roles."""
+
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    """Adapter of each role; a role that is not named speaks with the weights all roles share."""
+    opponents: dict[str, str] = field(default_factory=dict)
+    """The roles among them that a past version plays."""
+
+
+@dataclass(slots=True)
+class Branch:
+    """Episodes that share their beginning with another one, and were sampled anew from one of its turns on."""
+
+    call: int
+    """Index of the first call that differs, in the episode and in its continuations."""
+    continuations: list[Episode]
 
 
 @dataclass(slots=True)
@@ -164,7 +207,12 @@ class Episode:
     workflow_task: WorkflowTask
     calls: list[ModelCall] = field(default_factory=list)
     reward: dict[str, float] | None = None
-    """Reward of each trained role; None when the episode failed."""
+    """Reward of each role that learns; None when the episode failed."""
+    opponents: dict[str, str] = field(default_factory=dict)
+    """Roles that a past version of their adapter played, and its name; they learn nothing here."""
+    branch: Branch | None = None
+    replayed: int = 0
+    """How many of its first calls are those of the episode it continues."""
     metrics: dict[str, float] = field(default_factory=dict)
     is_success: bool | None = None
     error: EpisodeError | None = None
@@ -172,16 +220,16 @@ class Episode:
 
     @property
     def reward_mean(self) -> float | None:
-        """Mean over the trained roles that acted; None when the episode failed."""
+        """Mean over the roles that learn and acted; None when the episode failed."""
         return sum(self.reward.values()) / len(self.reward) if self.reward else None
 
     @property
     def tokens_sampled(self) -> int:
         """Tokens that trained roles wrote."""
-        return sum(len(call.completion_ids) for call in self.calls)
+        return sum(len(call.completion_ids) for call in self.calls[self.replayed :])
 
     def trajectories(self) -> Iterator[Trajectory]:
-        """One per trained role that spoke; none when the episode failed."""
+        """One per role that learns and spoke; none when the episode failed."""
         for role, reward in (self.reward or {}).items():
             calls = [call for call in self.calls if call.role == role]
             if calls:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import gc
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, stdev
 
-from agentscope_tuner.algorithms import build_datums, compute_advantages
+from agentscope_tuner.algorithms import Credit, build_datums, compute_advantages
 from agentscope_tuner.chat import ChatRenderer
 from agentscope_tuner.config import TunerConfig, TunerModelConfig
 from agentscope_tuner.engine.checkpoint import (
@@ -26,17 +26,34 @@ from agentscope_tuner.engine.checkpoint import (
     save_checkpoint,
 )
 from agentscope_tuner.engine.learner import Learner
-from agentscope_tuner.engine.models import LoadedModel, load_model, model_directory, prepare_torch
+from agentscope_tuner.engine.models import (
+    LoadedModel,
+    drop_version,
+    keep_version,
+    load_model,
+    model_directory,
+    prepare_torch,
+)
 from agentscope_tuner.engine.sampler import Sampler
-from agentscope_tuner.errors import ConfigError, TooManyFailuresError
+from agentscope_tuner.errors import ConfigError, RoleError, TooManyFailuresError
+from agentscope_tuner.opponents import OpponentPool, plain_cast
 from agentscope_tuner.readers import TaskStream, load_tasks, planned_steps
 from agentscope_tuner.recorder import PolicyModel
 from agentscope_tuner.reporting import ProgressView, RunFolder, TensorBoardWriter, draw_reward, read_episodes
 from agentscope_tuner.rollout import Rollout, summarize
-from agentscope_tuner.types import Episode, EpisodeGroup, EvalResult, StepMetrics, Task, Trajectory, TuneResult
+from agentscope_tuner.types import (
+    Cast,
+    Episode,
+    EpisodeGroup,
+    EvalResult,
+    ModelCall,
+    StepMetrics,
+    Task,
+    TuneResult,
+    version_of,
+)
 from agentscope_tuner.workflow import JudgeRunner, WorkflowRunner
 
-Advantages = list[tuple[Trajectory, float]]
 DECODINGS = ("greedy", "sampled")
 
 
@@ -49,22 +66,22 @@ class Engine:
     model: PolicyModel
 
     @classmethod
-    def start(cls, config: TunerModelConfig, run: TunerConfig) -> Engine:
-        """Load a model.
+    def start(cls, config: TunerModelConfig, run: TunerConfig, adapters: Sequence[str] = ()) -> Engine:
+        """Load a model, with an adapter of each of these names.
 
         Raises:
             ModelError: it cannot be loaded, or is not supported.
             ConfigError: a setting does not fit it.
         """
-        loaded = load_model(config, run.engine)
+        loaded = load_model(config, run.engine, adapters)
         renderer = ChatRenderer(loaded.tokenizer, enable_thinking=config.enable_thinking)
         sampler = Sampler(loaded, run.engine)
         model = PolicyModel(sampler, renderer, loaded.end_of_turn_ids, config.model_path, PolicyModel.params_of(config))
         return cls(loaded, sampler, model)
 
 
-def start_engines(config: TunerConfig) -> tuple[Engine, dict[str, PolicyModel]]:
-    """The model to train, and the frozen ones.
+def start_engines(config: TunerConfig, cast: Cast) -> tuple[Engine, dict[str, PolicyModel]]:
+    """The model to train, with the adapters that play, and the frozen ones.
 
     Raises:
         ModelError: one cannot be loaded, or is not supported.
@@ -73,12 +90,29 @@ def start_engines(config: TunerConfig) -> tuple[Engine, dict[str, PolicyModel]]:
     for model in (config.model, *config.auxiliary_models.values()):
         model_directory(model.model_path)
     prepare_torch(config.seed, config.engine.threads)
-    engine = Engine.start(config.model, config)
+    engine = Engine.start(config.model, config, [role for role, name in cast.adapters.items() if name])
     helpers = {name: Engine.start(model, config).model for name, model in config.auxiliary_models.items()}
     # What is loaded now stays; collecting garbage need not look at it again.
     gc.collect()
     gc.freeze()
     return engine, helpers
+
+
+def choose_cast(config: TunerConfig, workflow: WorkflowRunner) -> Cast:
+    """Who plays the trained roles.
+
+    Raises:
+        RoleError: adapters per role need to know the roles, or `roles.initial` does not fit them.
+    """
+    if config.roles.adapters == "shared":
+        return Cast()
+    roles = config.workflow.trainable_targets or workflow.trainable_targets
+    if roles is None:
+        raise RoleError(
+            "`roles.adapters: per_role` makes an adapter for each role before any episode is run; name them in "
+            "`trainable_targets`"
+        )
+    return plain_cast(config.roles, roles)
 
 
 def check_failures(episodes: Sequence[Episode], limit: float, where: Path | None = None) -> None:
@@ -144,6 +178,9 @@ class LocalRun:
         self.stream = TaskStream(tasks, seed=config.seed, shuffle=self.dataset.shuffle)
         self.steps = planned_steps(self.dataset, len(tasks), config.algorithm.batch_size)
         self.eval_tasks = load_tasks(config.eval_dataset) if config.eval_dataset else []
+        self.cast = choose_cast(config, workflow)
+        pool = config.roles.opponent_pool
+        self.pool = None if pool is None else OpponentPool(pool, self.cast, config.seed)
         self.folder = RunFolder(Path(config.output_dir).expanduser() / config.experiment_name)
         self.view = ProgressView(self.steps)
         self._phase_step = 0
@@ -157,8 +194,12 @@ class LocalRun:
         """
         resumed = self.folder.prepare(self.config)
         newest = latest_checkpoint(self.folder.checkpoints_dir) if resumed else None
+<<<<<<< HEAD
         self.engine, helpers = start_engines(self.config)
         algorithm = self.config.algorithm
+=======
+        self.engine, helpers = start_engines(self.config, self.cast)
+>>>>>>> a13bcbc (Roles with adapters, credit for turns, debug, scripted models (not yet tested as a whole))
         self.learner = Learner(
             self.engine.loaded,
             algorithm,
@@ -169,7 +210,9 @@ class LocalRun:
         state = TrainerState(0, 0, 0)
         if newest is not None:
             state = restore(newest, self.engine.loaded, self.learner)
-            self.engine.sampler.weights_changed()
+            if self.pool is not None:
+                self.pool.steps = list(state.versions)
+            self.engine.sampler.weights_changed(state.updates)
             self.stream = TaskStream(
                 self.stream.tasks,
                 seed=self.config.seed,
@@ -178,7 +221,6 @@ class LocalRun:
             )
         if resumed:
             self.folder.rewind(state.step if newest is not None else -1)
-        self.engine.sampler.policy_version = state.updates
         self.rollout = Rollout(
             self.workflow,
             self.judge,
@@ -187,6 +229,7 @@ class LocalRun:
             self.config.seed,
             helpers,
             self._episode_done,
+            self.cast,
         )
         self.history = self.folder.read_metrics()
         self.evaluations: dict[int, dict[str, EvalResult]] = {}
@@ -203,6 +246,7 @@ class LocalRun:
 
     async def _begin(self) -> None:
         metrics = StepMetrics(step=0)
+        self._publish(0)
         if self.eval_tasks:
             await self._evaluate(metrics)
             self._record(metrics)
@@ -210,19 +254,18 @@ class LocalRun:
     async def _step(self, step: int) -> None:
         metrics = StepMetrics(step=step)
         self._phase_step = step
-        groups, advantages = await self._collect(metrics)
+        groups, credits = await self._collect(metrics)
         begun = time.perf_counter()
-        updates = build_datums(advantages, self.config.algorithm.updates_per_epoch)
+        updates = build_datums(credits, self.config.algorithm.updates_per_epoch)
         if updates:
             self.view.phase("train", 0)
             done = self.learner.train(updates, lambda tokens: self.view.advance())
             for name in ("loss", "grad_norm", "kl_to_sampler", "clip_fraction", "entropy", "learning_rate"):
                 setattr(metrics, name, getattr(done, name))
             metrics.tokens_trained, metrics.tokens_packed = done.tokens_trained, done.tokens_packed
-            self.engine.sampler.weights_changed()
-            self.engine.sampler.policy_version = self.learner.updates
         else:
             self.view.message(f"step {step}: every group earned the same reward throughout, so nothing was learned")
+        self._publish(step)
         metrics.time_train_s = time.perf_counter() - begun
         describe(groups, metrics)
         last = step == self.steps
@@ -230,7 +273,8 @@ class LocalRun:
             await self._evaluate(metrics)
         self._record(metrics)
         if last or step % self.config.algorithm.save_interval_steps == 0:
-            state = TrainerState(step, self.learner.updates, self.stream.position)
+            versions = tuple(self.pool.steps) if self.pool is not None else ()
+            state = TrainerState(step, self.learner.updates, self.stream.position, versions)
             save_checkpoint(
                 self.folder.checkpoints_dir,
                 self.engine.loaded,
@@ -239,30 +283,50 @@ class LocalRun:
                 keep=self.config.checkpoint.keep,
             )
 
-    async def _collect(self, metrics: StepMetrics) -> tuple[list[EpisodeGroup], list[Advantages]]:
+    def _publish(self, step: int) -> None:
+        """Sample with the new weights from now on; let what the adapters are now be met in later steps, where due."""
+        loaded = self.engine.loaded
+        if self.pool is not None and self.pool.due(step):
+            dropped = self.pool.keep(step)
+            for adapter in loaded.adapters:
+                keep_version(loaded, adapter, version_of(adapter, step))
+                if dropped is not None:
+                    drop_version(loaded, version_of(adapter, dropped))
+        self.engine.sampler.weights_changed(self.learner.updates)
+
+    async def _collect(self, metrics: StepMetrics) -> tuple[list[EpisodeGroup], list[list[Credit]]]:
         """A batch of groups; those that teach nothing are replaced, up to the bound."""
         algorithm = self.config.algorithm
         bound = algorithm.batch_size if algorithm.max_resampled_groups is None else algorithm.max_resampled_groups
         begun = time.perf_counter()
         groups: list[EpisodeGroup] = []
-        advantages: list[Advantages] = []
+        credits: list[list[Credit]] = []
         wanted = algorithm.batch_size
         while wanted:
-            self.view.phase("rollout", wanted * algorithm.group_size)
+            branching = algorithm.branching
+            more = branching.episodes * branching.continuations if branching is not None else 0
+            self.view.phase("rollout", wanted * (algorithm.group_size + more))
             tasks = self.stream.take(wanted)
-            new = await self.rollout.run(tasks, algorithm.group_size, phase=f"train{metrics.step}", first=len(groups))
+            new = await self.rollout.run(
+                tasks,
+                algorithm.group_size,
+                phase=f"train{metrics.step}",
+                first=len(groups),
+                branching=branching,
+                cast_of=None if self.pool is None else self.pool.cast_of,
+            )
             groups += new
-            advantages += compute_advantages(new, algorithm.advantage)
-            episodes = [episode for group in groups for episode in group.episodes]
+            credits += compute_advantages(new, algorithm.advantage, algorithm.turn_discount)
+            episodes = with_continuations([episode for group in groups for episode in group.episodes])
             check_failures(episodes, algorithm.max_failed_fraction, self.folder.episodes_dir)
-            silent = sum(not one for one in advantages)
+            silent = sum(not one for one in credits)
             wanted = min(silent - metrics.resampled_groups, bound - metrics.resampled_groups)
             wanted = max(0, wanted)
             metrics.resampled_groups += wanted
         metrics.groups = len(groups)
-        metrics.zero_variance_groups = sum(not one for one in advantages)
+        metrics.zero_variance_groups = sum(not one for one in credits)
         metrics.time_rollout_s = time.perf_counter() - begun
-        return groups, advantages
+        return groups, credits
 
     async def _evaluate(self, metrics: StepMetrics) -> None:
         self._phase_step = metrics.step
@@ -326,12 +390,18 @@ class LocalRun:
         return found
 
 
+def with_continuations(episodes: Sequence[Episode]) -> list[Episode]:
+    """All episodes that were run, those that continue another one included."""
+    more = [other for episode in episodes if episode.branch is not None for other in episode.branch.continuations]
+    return [*episodes, *more]
+
+
 def describe(groups: list[EpisodeGroup], metrics: StepMetrics) -> None:
     """Fill in what the episodes of a batch say."""
     episodes = [episode for group in groups for episode in group.episodes]
     metrics.episodes = len(episodes)
     metrics.episodes_failed = sum(episode.error is not None for episode in episodes)
-    metrics.tokens_sampled = sum(episode.tokens_sampled for episode in episodes)
+    metrics.tokens_sampled = sum(episode.tokens_sampled for episode in with_continuations(episodes))
     rewards = [episode.reward_mean for episode in episodes if episode.reward_mean is not None]
     if rewards:
         metrics.reward_mean = fmean(rewards)
@@ -340,11 +410,25 @@ def describe(groups: list[EpisodeGroup], metrics: StepMetrics) -> None:
 
 
 def mean_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
-    """Workflow and judge metrics, and the reward of each role, averaged over the episodes that have them."""
+    """Averages over the episodes that have them: workflow and judge metrics; of each role the reward, the calls and the
+    tokens it wrote; the calls of each of its players, where there are several."""
     values: dict[str, list[float]] = defaultdict(list)
     for episode in episodes:
         for name, value in episode.metrics.items():
             values[name].append(value)
         for role, reward in (episode.reward or {}).items():
             values[f"reward_mean/{role}"].append(reward)
+        for role, calls in _grouped(episode.calls[episode.replayed :], lambda call: call.role).items():
+            values[f"calls/{role}"].append(len(calls))
+            values[f"tokens/{role}"].append(sum(len(call.completion_ids) for call in calls))
+            players = _grouped(calls, lambda call: call.agent)
+            for agent, own in players.items() if len(players) > 1 else ():
+                values[f"calls/{role}/{agent}"].append(len(own))
     return {name: fmean(found) for name, found in sorted(values.items())}
+
+
+def _grouped(calls: Sequence[ModelCall], key: Callable[[ModelCall], str]) -> dict[str, list[ModelCall]]:
+    groups: dict[str, list[ModelCall]] = defaultdict(list)
+    for call in calls:
+        groups[key(call)].append(call)
+    return groups

@@ -1,6 +1,7 @@
 """Checkpoints: a Hugging Face directory with the trainer's state beside it, whole or not there at all.
 
-`step_N/` holds the model (LoRA merged in) and tokenizer as transformers loads them, `trainer.safetensors` (optimizer
+`step_N/` holds the model (LoRA merged in) and tokenizer as transformers loads them, in `adapters/` those of the roles
+that have one as peft loads them, `trainer.safetensors` (optimizer
 moments, master weights, adapters, random state), `trainer.json` (plain values) and `manifest.json` (size and SHA-256 of
 every other file). It is written under another name, flushed, and renamed into place.
 """
@@ -13,6 +14,7 @@ import os
 import re
 import shutil
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -21,8 +23,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from agentscope_tuner.engine.learner import Learner
-from agentscope_tuner.engine.models import LoadedModel, merged_state_dict, quiet_transformers
+from agentscope_tuner.engine.models import (
+    ADAPTERS,
+    LoadedModel,
+    adapter_parameters,
+    keep_version,
+    merged_state_dict,
+    quiet_transformers,
+    save_adapter,
+)
 from agentscope_tuner.errors import CheckpointError
+from agentscope_tuner.types import version_of
 
 _NAME = re.compile(r"step_(\d+)")
 _TENSORS, _VALUES, _MANIFEST = "trainer.safetensors", "trainer.json", "manifest.json"
@@ -38,6 +49,8 @@ class TrainerState:
     """Optimizer steps done."""
     reader_position: int
     """Tasks taken from the training dataset."""
+    versions: tuple[int, ...] = ()
+    """Steps whose versions of the adapters are kept."""
 
 
 def save_checkpoint(folder: Path, loaded: LoadedModel, learner: Learner, state: TrainerState, *, keep: int) -> Path:
@@ -54,11 +67,14 @@ def save_checkpoint(folder: Path, loaded: LoadedModel, learner: Learner, state: 
         with quiet_transformers():
             loaded.model.save_pretrained(draft, state_dict=merged_state_dict(loaded))
             loaded.tokenizer.save_pretrained(draft)
+        for adapter in loaded.adapters:
+            save_adapter(loaded, adapter, draft / ADAPTERS / adapter)
         save_file(_trainer_tensors(loaded, learner), draft / _TENSORS)
         (draft / _VALUES).write_text(json.dumps(asdict(state), indent=1))
-        manifest = {path.name: _fingerprint(path) for path in sorted(draft.iterdir())}
+        files = sorted(path for path in draft.rglob("*") if path.is_file())
+        manifest = {path.relative_to(draft).as_posix(): _fingerprint(path) for path in files}
         (draft / _MANIFEST).write_text(json.dumps(manifest, indent=1))
-        for path in [*draft.iterdir(), draft]:
+        for path in [*draft.rglob("*"), draft]:
             _flush(path)
         shutil.rmtree(target, ignore_errors=True)
         draft.rename(target)
@@ -120,8 +136,15 @@ def restore(path: Path, loaded: LoadedModel, learner: Learner) -> TrainerState:
         CheckpointError: it does not fit this model.
     """
     tensors = load_file(path / _TENSORS)
-    state = TrainerState(**json.loads((path / _VALUES).read_text()))
+    values = json.loads((path / _VALUES).read_text())
+    state = TrainerState(**values | {"versions": tuple(values["versions"])})
     try:
+        for adapter, step in product(loaded.adapters, state.versions):
+            version = version_of(adapter, step)
+            keep_version(loaded, adapter, version)
+            with torch.no_grad():
+                for name, parameter in adapter_parameters(loaded, version).items():
+                    parameter.copy_(tensors[f"version.{version}.{name}"])
         weights = {} if loaded.lora is not None else _model_weights(path)
         with torch.no_grad():
             for name, parameter in learner.parameters.items():
@@ -130,7 +153,7 @@ def restore(path: Path, loaded: LoadedModel, learner: Learner) -> TrainerState:
                 if master is not learner.parameters[name]:
                     master.copy_(tensors[f"master.{name}"])
                 learner.optimizer.state[master] = {
-                    "step": torch.tensor(float(state.updates)),
+                    "step": tensors[f"step.{name}"],
                     "exp_avg": tensors[f"exp_avg.{name}"].to(master.device),
                     "exp_avg_sq": tensors[f"exp_avg_sq.{name}"].to(master.device),
                 }
@@ -150,8 +173,13 @@ def _trainer_tensors(loaded: LoadedModel, learner: Learner) -> dict[str, Tensor]
         if master is not parameter:
             tensors[f"master.{name}"] = master.detach()
         moments = learner.optimizer.state.get(master, {})
+        # An adapter whose role did not play is not updated, so parameters may have seen fewer steps than the run.
+        tensors[f"step.{name}"] = moments.get("step", torch.tensor(0.0))
         for key in ("exp_avg", "exp_avg_sq"):
             tensors[f"{key}.{name}"] = moments.get(key, torch.zeros_like(master))
+    for version in loaded.versions:
+        for name, parameter in adapter_parameters(loaded, version).items():
+            tensors[f"version.{version}.{name}"] = parameter
     return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
 
 

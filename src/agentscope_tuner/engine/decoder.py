@@ -6,17 +6,24 @@ library. It is used only when it agrees with the modules on a probe.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from agentscope_tuner.engine.attention import CausalLayout, Layout
-from agentscope_tuner.engine.models import LoadedModel, effective_weight
+from agentscope_tuner.engine.attention import CausalLayout, Layout, SlotLayout
+from agentscope_tuner.engine.models import LoadedModel, layer_weight, low_rank_update
 
 FUSED_FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 """Architectures made of RMSNorm, rotary attention (with or without query-key norms) and a gated MLP."""
+
+
+Speakers = Sequence[tuple[str, int]]
+"""The adapter of each of the layout's groups of rows, and how many rows it has. Empty: no row has an adapter."""
 
 
 class Decoder(Protocol):
@@ -25,7 +32,7 @@ class Decoder(Protocol):
     def refresh(self) -> None:
         """The weights have changed."""
 
-    def hidden(self, ids: Tensor, positions: Tensor, layout: Layout) -> Tensor:
+    def hidden(self, ids: Tensor, positions: Tensor, layout: Layout, speakers: Speakers = ()) -> Tensor:
         """(B, N) token ids and absolute positions to (B, N, D)."""
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -41,9 +48,20 @@ class ModuleDecoder:
     def refresh(self) -> None:
         """Nothing to do: the modules hold the weights."""
 
-    def hidden(self, ids: Tensor, positions: Tensor, layout: Layout) -> Tensor:
+    def hidden(self, ids: Tensor, positions: Tensor, layout: Layout, speakers: Speakers = ()) -> Tensor:
         """(B, N) token ids and absolute positions to (B, N, D)."""
-        return self._loaded.hidden_states(ids, positions, layout)
+        if not self._loaded.adapters or not isinstance(layout, SlotLayout):
+            return self._loaded.hidden_states(ids, positions, layout)
+        # The modules hold one adapter at a time.
+        outs, row, group = [], 0, 0
+        for adapter, members in groupby(speakers, key=itemgetter(0)):
+            sizes = [rows for _, rows in members]
+            part = SlotLayout(layout.cache, layout.groups[group : group + len(sizes)])
+            rows = slice(row, row + sum(sizes))
+            with self._loaded.speaking_as(adapter):
+                outs.append(self._loaded.hidden_states(ids[rows], positions[rows], part))
+            row, group = rows.stop, group + len(sizes)
+        return torch.cat(outs)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(B, D) to (B, V), float32."""
@@ -54,29 +72,51 @@ class ModuleDecoder:
 class _Linear:
     """A linear layer whose weight is packed for oneDNN where that works, and plain elsewhere."""
 
-    def __init__(self, weights: list[Tensor], biases: list[Tensor | None], rows: int, packed: bool) -> None:
+    def __init__(self, layers: Sequence[nn.Module], adapters: Sequence[str], rows: int, packed: bool) -> None:
+        """Join layers that read the same input."""
+        weights = [layer_weight(layer, merged=not adapters) for layer in layers]
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
-        given = [bias.detach() for bias in biases if bias is not None]
+        given = [layer.bias.detach() for layer in layers if getattr(layer, "bias", None) is not None]
         self._bias = torch.cat(given) if given else None
         self._packed = packed
+        self._updates = {name: update for name in adapters if (update := _join_updates(layers, name)) is not None}
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), rows) if packed else weight
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, speakers: Speakers = ()) -> Tensor:
+        out: Tensor
         if self._packed:
-            out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
-            return out
-        return F.linear(x, self._weight, self._bias)
+            out = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
+        else:
+            out = F.linear(x, self._weight, self._bias)
+        if self._updates:
+            row = 0
+            for adapter, rows in speakers:
+                if adapter in self._updates:
+                    down, up = self._updates[adapter]
+                    out[row : row + rows] += F.linear(F.linear(x[row : row + rows], down), up)
+                row += rows
+        return out
+
+
+def _join_updates(layers: Sequence[nn.Module], adapter: str) -> tuple[Tensor, Tensor] | None:
+    """An adapter's low-rank update of joined layers: down (R, in), up (out, R) with the scale in it."""
+    downs, ups = [], []
+    for layer in layers:
+        update = low_rank_update(layer, adapter)
+        if update is not None:
+            downs.append(update[0])
+        ups.append(update[1] if update is not None else layer_weight(layer, merged=False)[:, :0])
+    return (torch.cat(downs), torch.block_diag(*ups)) if downs else None
 
 
 class _Layer:
     """The weights of one transformer block."""
 
-    def __init__(self, block: Any, rows: int, packed: bool) -> None:
+    def __init__(self, block: Any, adapters: Sequence[str], rows: int, packed: bool) -> None:
         attention, mlp = block.self_attn, block.mlp
 
         def join(*layers: nn.Module) -> _Linear:
-            biases = [getattr(layer, "bias", None) for layer in layers]
-            return _Linear([effective_weight(layer) for layer in layers], biases, rows, packed)
+            return _Linear(layers, adapters, rows, packed)
 
         self.norm_in = block.input_layernorm.weight.detach()
         self.norm_mid = block.post_attention_layernorm.weight.detach()
@@ -119,16 +159,16 @@ class FusedDecoder:
         """Read the weights again."""
         base = self._loaded.model.get_decoder()
         self._embedding = base.embed_tokens.weight.detach()
-        self._layers = [_Layer(block, self._rows, self._packed) for block in base.layers]
+        adapters = (*self._loaded.adapters, *self._loaded.versions)
+        self._layers = [_Layer(block, adapters, self._rows, self._packed) for block in base.layers]
         self._norm = base.norm.weight.detach()
-        head = self._loaded.head
-        self._head = _Linear([effective_weight(head)], [getattr(head, "bias", None)], self._rows, self._packed)
+        self._head = _Linear([self._loaded.head], (), self._rows, self._packed)
 
     def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         # rotate_half(x) * sin, with the sign already in the table
         return x * cos + x.roll(self._head_dim // 2, -1) * sin
 
-    def hidden(self, ids: Tensor, positions: Tensor, layout: Layout) -> Tensor:
+    def hidden(self, ids: Tensor, positions: Tensor, layout: Layout, speakers: Speakers = ()) -> Tensor:
         """(B, N) token ids and absolute positions to (B, N, D)."""
         b, n = ids.shape
         heads, kv, d = self._heads, self._kv_heads, self._head_dim
@@ -137,16 +177,17 @@ class FusedDecoder:
         cos, sin = self._cos[positions][:, :, None], self._sin[positions][:, :, None]
         for index, layer in enumerate(self._layers):
             normed = F.rms_norm(x, (width,), layer.norm_in, self._eps)
-            joined = layer.qkv(normed).view(b, n, heads + 2 * kv, d)
+            joined = layer.qkv(normed, speakers).view(b, n, heads + 2 * kv, d)
             q, k, v = joined.split([heads, kv, kv], 2)
             if layer.q_norm is not None and layer.k_norm is not None:
                 q = F.rms_norm(q, (d,), layer.q_norm, self._eps)
                 k = F.rms_norm(k, (d,), layer.k_norm, self._eps)
             q, k = self._rotate(q, cos, sin), self._rotate(k, cos, sin)
             attended = layout.attend(index, q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), layer.scaling)
-            x = x + layer.out(attended.reshape(b, n, heads * d))
-            gate, up = layer.gate_up(F.rms_norm(x, (width,), layer.norm_mid, self._eps)).chunk(2, -1)
-            x = x + layer.down(F.silu(gate) * up)
+            x = x + layer.out(attended.reshape(b, n, heads * d), speakers)
+            normed = F.rms_norm(x, (width,), layer.norm_mid, self._eps)
+            gate, up = layer.gate_up(normed, speakers).chunk(2, -1)
+            x = x + layer.down(F.silu(gate) * up, speakers)
         return F.rms_norm(x, (width,), self._norm, self._eps)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import copy
 import math
+<<<<<<< HEAD
+=======
+from collections import defaultdict
+>>>>>>> a13bcbc (Roles with adapters, credit for turns, debug, scripted models (not yet tested as a whole))
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,13 +64,26 @@ class Entries:
     """(n,) which of the input calls the token belongs to."""
     offset: Tensor
     """(n,) place within its completion."""
+    adapter: str
+    """Which all of the tree's calls were sampled with."""
 
 
 def pack_calls(calls: Sequence[ModelCall], max_tokens: int) -> Iterator[tuple[PackedTree, Entries]]:
     """Pack calls into trees, with the entries where their losses land."""
+    by_adapter: dict[str, list[int]] = defaultdict(list)
+    for index, call in enumerate(calls):
+        by_adapter[call.adapter].append(index)
+    for adapter, indices in by_adapter.items():
+        yield from _pack_calls(calls, indices, adapter, max_tokens)
+
+
+def _pack_calls(
+    calls: Sequence[ModelCall], indices: list[int], adapter: str, max_tokens: int
+) -> Iterator[tuple[PackedTree, Entries]]:
     # Nothing follows a call's last token, so it need not be run.
-    sequences = [(call.prompt_ids + call.completion_ids)[:-1] for call in calls]
+    sequences = [(calls[i].prompt_ids + calls[i].completion_ids)[:-1] for i in indices]
     for tree in pack(sequences, max_tokens=max_tokens):
+        tree.members = [indices[member] for member in tree.members]
         hidden: list[int] = []
         tokens: list[int] = []
         of: list[int] = []
@@ -77,7 +94,7 @@ def pack_calls(calls: Sequence[ModelCall], max_tokens: int) -> Iterator[tuple[Pa
             tokens += call.completion_ids
             of += [member] * len(call.completion_ids)
             offset += range(len(call.completion_ids))
-        yield tree, Entries(*(torch.tensor(column) for column in (hidden, tokens, of, offset)))
+        yield tree, Entries(*(torch.tensor(column) for column in (hidden, tokens, of, offset)), adapter=adapter)
 
 
 class Learner:
@@ -120,6 +137,12 @@ class Learner:
         )
         self.updates = 0
         """Optimizer steps taken."""
+        # Adapters of different roles are different policies: the gradient of one does not shrink that of another.
+        self._policies = [list(self.parameters)]
+        if loaded.adapters:
+            self._policies = [
+                [name for name in self.parameters if name.endswith(f".{adapter}.weight")] for adapter in loaded.adapters
+            ]
         self._parity_tolerance = 1e-4 if loaded.model.dtype == torch.float32 else 2e-2
         self._reference = None
         if algorithm.kl_coef > 0 and loaded.lora is None:
@@ -191,7 +214,8 @@ class Learner:
             reference_logprobs = None
             if reference is not None:
                 reference_logprobs = torch.cat([reference[member] for member in tree.members]).to(device)
-            hidden = self._hidden(self._loaded, tree, entries)
+            with self._loaded.speaking_as(entries.adapter):
+                hidden = self._hidden(self._loaded, tree, entries)
             leaf = hidden.detach().requires_grad_()
             for rows in _chunks(len(entries.tokens), self._loaded.vocabulary):
                 logprobs, logits = token_logprobs(
@@ -236,8 +260,15 @@ class Learner:
             if self.masters[name] is not parameter:
                 grad = parameter.grad
                 self.masters[name].grad = None if grad is None else grad.float()
+<<<<<<< HEAD
         norm = torch.nn.utils.clip_grad_norm_(self.masters.values(), self._algorithm.max_grad_norm).item()
         rate = self._learning_rate()
+=======
+        norms = [
+            torch.nn.utils.clip_grad_norm_([self.masters[name] for name in names], self._algorithm.max_grad_norm).item()
+            for names in self._policies
+        ]
+>>>>>>> a13bcbc (Roles with adapters, credit for turns, debug, scripted models (not yet tested as a whole))
         self.updates += 1
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -248,7 +279,7 @@ class Learner:
                     parameter.copy_(self.masters[name])
                 self.masters[name].grad = None
                 parameter.grad = None
-        return norm, rate
+        return math.hypot(*norms), rate
 
     def _learning_rate(self) -> float:
         """Of the next optimizer step."""
@@ -265,13 +296,15 @@ class Learner:
         """Log-probabilities (T,) of each call's tokens under the current weights."""
         return self._logprobs(self._loaded, [Datum(call, 0.0, 0.0, 0) for call in calls])
 
-    def _logprobs(self, loaded: LoadedModel, datums: list[Datum]) -> list[Tensor]:
+    def _logprobs(self, loaded: LoadedModel, datums: list[Datum], *, bare: bool = False) -> list[Tensor]:
+        """With `bare`, without the calls' adapters."""
         device = loaded.device
         columns = _Columns(datums, device)
         result = [torch.empty(len(datum.call.completion_ids)) for datum in datums]
         for tree, entries in pack_calls([datum.call for datum in datums], self._micro_batch_tokens):
             column = columns.of(entries)
-            hidden = self._hidden(loaded, tree, entries)
+            with nullcontext() if bare else loaded.speaking_as(entries.adapter):
+                hidden = self._hidden(loaded, tree, entries)
             found = [
                 token_logprobs(loaded.head(hidden[rows]), entries.tokens[rows].to(device), column, rows)[0].cpu()
                 for rows in _chunks(len(entries.tokens), loaded.vocabulary)
@@ -291,7 +324,7 @@ class Learner:
         if self._reference is not None:
             return self._logprobs(self._reference, datums)
         with _without_lora(self._loaded):
-            return self._logprobs(self._loaded, datums)
+            return self._logprobs(self._loaded, datums, bare=True)
 
     def _hidden(self, loaded: LoadedModel, tree: PackedTree, entries: Entries) -> Tensor:
         """Hidden states (n, D) that predict the entries' tokens."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.resources import files
@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import (
     AttentionInterface,
@@ -25,6 +27,8 @@ from agentscope_tuner.engine.attention import ATTENTION_NAME, CausalLayout, atte
 from agentscope_tuner.errors import ConfigError, ModelError
 
 TINY_AGENT = "tiny-agent"
+ADAPTERS = "adapters"
+"""Where a model's directory holds adapters, one folder each."""
 
 AttentionInterface.register(ATTENTION_NAME, attention)
 
@@ -42,6 +46,10 @@ class LoadedModel:
     end_of_turn_ids: frozenset[int]
     """Sampling one of these ends a completion."""
     lora: LoraConfig | None = None
+    adapters: tuple[str, ...] = ()
+    """Adapters over shared weights, one per role. Empty: all roles speak with the same weights."""
+    versions: tuple[str, ...] = ()
+    """Frozen copies of adapters."""
 
     @property
     def device(self) -> torch.device:
@@ -66,6 +74,22 @@ class LoadedModel:
         output = decoder(input_ids=ids, position_ids=position_ids, use_cache=False, layout=layout)
         hidden: Tensor = output.last_hidden_state
         return hidden
+
+    @contextmanager
+    def speaking_as(self, adapter: str) -> Iterator[None]:
+        """Inside, the modules compute with one adapter or version; with the bare weights if the name is empty."""
+        if not self.adapters:
+            yield
+            return
+        trainable = self.trainable_parameters()
+        for layer in _lora_layers(self.model):
+            if adapter:
+                layer.set_adapter(adapter)
+            layer.enable_adapters(bool(adapter))
+        # peft freezes what is not active; what learns is our affair.
+        for name, parameter in self.model.named_parameters():
+            parameter.requires_grad_(name in trainable)
+        yield
 
     def trainable_parameters(self) -> dict[str, nn.Parameter]:
         """The parameters that learn, by name; tied weights once."""
@@ -115,8 +139,10 @@ def model_directory(model_path: str) -> str:
     return model_path
 
 
-def load_model(config: TunerModelConfig, engine: EngineConfig) -> LoadedModel:
+def load_model(config: TunerModelConfig, engine: EngineConfig, adapters: Sequence[str] = ()) -> LoadedModel:
     """Load weights (safetensors only) and tokenizer, add LoRA if asked, and check the architecture.
+
+    With names in `adapters` there is one LoRA adapter for each; those that a checkpoint holds are read.
 
     Raises:
         ModelError: it cannot be loaded, or this engine would not compute what the model computes.
@@ -152,51 +178,145 @@ def load_model(config: TunerModelConfig, engine: EngineConfig) -> LoadedModel:
     )
     _check_architecture(loaded)
     if config.lora is not None:
-        add_lora(loaded, config.lora)
+        add_lora(loaded, config.lora, adapters)
+        for adapter in adapters:
+            saved = Path(directory) / ADAPTERS / adapter
+            if saved.is_dir():
+                _load_adapter(loaded, adapter, saved)
     return loaded
 
 
-def add_lora(loaded: LoadedModel, lora: LoraConfig) -> None:
-    """Put trainable low-rank adapters into the model's linear layers, in place, and freeze the rest."""
-    from peft import LoraConfig as PeftLoraConfig
-    from peft import inject_adapter_in_model
+def add_lora(loaded: LoadedModel, lora: LoraConfig, adapters: Sequence[str] = ()) -> None:
+    """Put trainable low-rank adapters into the model's linear layers, in place, and freeze the rest.
 
-    peft_config = PeftLoraConfig(
+    Args:
+        loaded: the model.
+        lora: form of the adapters.
+        adapters: a name for each; without names there is one, which all roles share.
+
+    Raises:
+        ConfigError: the form does not fit the model.
+    """
+    loaded.lora = lora
+    for name in adapters or ("default",):
+        _inject(loaded, lora, name)
+    for name, parameter in loaded.model.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+    loaded.adapters = tuple(adapters)
+    loaded.model.eval()
+
+
+def _peft_config(lora: LoraConfig) -> Any:
+    from peft import LoraConfig as PeftLoraConfig
+
+    return PeftLoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]  # a float works, and is meant to
         lora_dropout=0.0,
         target_modules=lora.target_modules,
         task_type="CAUSAL_LM",
     )
+
+
+def _inject(loaded: LoadedModel, lora: LoraConfig, adapter: str) -> None:
+    from peft import inject_adapter_in_model
+
     try:
-        inject_adapter_in_model(peft_config, loaded.model)
+        inject_adapter_in_model(_peft_config(lora), loaded.model, adapter_name=adapter)
     except ValueError as exc:
         raise ConfigError(f"`model.lora` does not fit `{loaded.name}`: {exc}") from exc
+
+
+def adapter_parameters(loaded: LoadedModel, adapter: str) -> dict[str, nn.Parameter]:
+    """The low-rank matrices of one adapter, by their names without the adapter's."""
+    mark = f".{adapter}.weight"
+    return {
+        name.removesuffix(mark): parameter
+        for name, parameter in loaded.model.named_parameters()
+        if "lora_" in name and name.endswith(mark)
+    }
+
+
+@torch.no_grad()
+def keep_version(loaded: LoadedModel, adapter: str, version: str) -> None:
+    """Add a frozen copy of an adapter under another name."""
+    assert loaded.lora is not None
+    trainable = loaded.trainable_parameters()
+    _inject(loaded, loaded.lora, version)
+    originals = adapter_parameters(loaded, adapter)
+    for name, parameter in adapter_parameters(loaded, version).items():
+        parameter.copy_(originals[name])
     for name, parameter in loaded.model.named_parameters():
-        parameter.requires_grad_("lora_" in name)
-    loaded.lora = lora
-    loaded.model.eval()
+        parameter.requires_grad_(name in trainable)
+    loaded.versions = (*loaded.versions, version)
 
 
-def effective_weight(linear: Any) -> Tensor:
-    """The weight a linear layer applies, LoRA update included (detached)."""
-    if hasattr(linear, "get_delta_weight"):
-        weight: Tensor = linear.get_base_layer().weight.detach()
-        for adapter in linear.active_adapters:
-            weight = weight + linear.get_delta_weight(adapter).detach().to(weight.dtype)
-        return weight
-    plain: Tensor = linear.weight.detach()
-    return plain
+def drop_version(loaded: LoadedModel, version: str) -> None:
+    """Remove what `keep_version` added."""
+    loaded.versions = tuple(name for name in loaded.versions if name != version)
+    with loaded.speaking_as(loaded.adapters[0]):
+        for layer in _lora_layers(loaded.model):
+            layer.delete_adapter(version)
+
+
+def save_adapter(loaded: LoadedModel, adapter: str, folder: Path) -> None:
+    """Write one adapter as `peft.PeftModel.from_pretrained` loads it."""
+    assert loaded.lora is not None
+    folder.mkdir(parents=True)
+    tensors = {
+        f"base_model.model.{name}.weight": parameter.detach().cpu().contiguous()
+        for name, parameter in adapter_parameters(loaded, adapter).items()
+    }
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = _peft_config(loaded.lora)
+    config.base_model_name_or_path = loaded.name
+    config.inference_mode = True
+    config.save_pretrained(str(folder))
+
+
+@torch.no_grad()
+def _load_adapter(loaded: LoadedModel, adapter: str, folder: Path) -> None:
+    """Read what `save_adapter` wrote."""
+    try:
+        tensors = load_file(folder / "adapter_model.safetensors")
+        for name, parameter in adapter_parameters(loaded, adapter).items():
+            parameter.copy_(tensors.pop(f"base_model.model.{name}.weight"))
+    except (OSError, KeyError, RuntimeError, SafetensorError) as exc:
+        raise ModelError(f"adapter `{folder}` does not fit `model.lora`: {exc}") from exc
+    if tensors:
+        raise ModelError(f"adapter `{folder}` does not fit `model.lora`: it also holds `{next(iter(tensors))}`")
+
+
+def _lora_layers(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if hasattr(module, "lora_A")]
+
+
+def low_rank_update(linear: Any, adapter: str) -> tuple[Tensor, Tensor] | None:
+    """An adapter's matrices for a layer (detached): A (R, in) and B (out, R) times its scale; None where it has none."""
+    if adapter not in getattr(linear, "lora_A", ()):
+        return None
+    return linear.lora_A[adapter].weight.detach(), linear.lora_B[adapter].weight.detach() * linear.scaling[adapter]
+
+
+def layer_weight(linear: Any, *, merged: bool) -> Tensor:
+    """The weight of a linear layer (detached), its active LoRA update merged in or not."""
+    if not hasattr(linear, "get_delta_weight"):
+        plain: Tensor = linear.weight.detach()
+        return plain
+    weight: Tensor = linear.get_base_layer().weight.detach()
+    for adapter in linear.active_adapters if merged else ():
+        weight = weight + linear.get_delta_weight(adapter).detach().to(weight.dtype)
+    return weight
 
 
 def merged_state_dict(loaded: LoadedModel) -> dict[str, Tensor]:
-    """The model's weights under their original names, LoRA updates merged in."""
+    """The model's weights under their original names, a LoRA update that all roles share merged in."""
     if loaded.lora is None:
         return loaded.model.state_dict()
     state: dict[str, Tensor] = {}
     for name, module in loaded.model.named_modules():
         if hasattr(module, "get_delta_weight"):
-            state[f"{name}.weight"] = effective_weight(module)
+            state[f"{name}.weight"] = layer_weight(module, merged=not loaded.adapters)
     for name, tensor in loaded.model.state_dict().items():
         if "lora_" not in name:
             state.setdefault(name.replace(".base_layer.", "."), tensor)

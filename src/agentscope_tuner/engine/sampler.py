@@ -45,6 +45,7 @@ _PATIENCE_SLICE_S = 0.01
 
 @dataclass(eq=False, slots=True)
 class _Trunk:
+    adapter: str
     ids: list[int]
     cache: list[tuple[Tensor, Tensor]]
     last_used: int = 0
@@ -53,6 +54,8 @@ class _Trunk:
 @dataclass(eq=False, slots=True)
 class _Slot:
     index: int
+    adapter: str = ""
+    """Keys and values are those of this adapter; no other can use them."""
     trunk: _Trunk | None = None
     ids: list[int] = field(default_factory=list)
     """Own tokens, after the trunk's."""
@@ -68,6 +71,7 @@ class _Request:
     order: tuple[int, int]
     """(episode, call): equal whenever the run is repeated, unlike times of arrival."""
     episode_id: str
+    adapter: str
     prompt_ids: list[int]
     params: SamplingParams
     future: asyncio.Future[Sample]
@@ -161,9 +165,10 @@ class Sampler:
         params: SamplingParams,
         *,
         episode_id: str,
+        adapter: str = "",
         on_token: Callable[[int], None] | None = None,
     ) -> Sample:
-        """Complete `prompt_ids`; `on_token` sees each token as it is drawn.
+        """Complete `prompt_ids` with an adapter of the model; `on_token` sees each token as it is drawn.
 
         Raises:
             PromptTooLongError: the prompt leaves no room in the context.
@@ -179,6 +184,7 @@ class Sampler:
         request = _Request(
             order=(self._opened.get(episode_id, 0), call),
             episode_id=episode_id,
+            adapter=adapter,
             prompt_ids=prompt_ids,
             params=params,
             future=asyncio.get_running_loop().create_future(),
@@ -203,8 +209,10 @@ class Sampler:
             if episode_id in self._opened:
                 self._leave(episode_id)
 
-    def weights_changed(self) -> None:
+    def weights_changed(self, version: int) -> None:
         """Take the model's new weights; nothing that was computed with the old ones is used again.
+
+        `version` is the number of updates they have seen.
 
         Raises:
             RuntimeError: completions are under way.
@@ -212,7 +220,7 @@ class Sampler:
         if self._pending:
             raise RuntimeError("weights changed while completions were under way")
         self._decoder.refresh()
-        self.policy_version += 1
+        self.policy_version = version
         self._forget()
 
     # ---------------------------------------------------------------------------------------------- batching
@@ -220,7 +228,7 @@ class Sampler:
     def _forget(self) -> None:
         self._trunks: list[_Trunk] = []
         self._slots = [_Slot(i) for i in range(self._cache.slots)]
-        self._by_head: dict[tuple[int, ...], dict[int, _Slot]] = defaultdict(dict)
+        self._by_head: dict[tuple[str, tuple[int, ...]], dict[int, _Slot]] = defaultdict(dict)
 
     def _leave(self, episode_id: str) -> None:
         self._away.add(episode_id)
@@ -293,32 +301,35 @@ class Sampler:
             self._prefill(ready)
 
     def _make_trunks(self, batch: list[_Request]) -> None:
-        families: dict[tuple[int, ...], list[list[int]]] = defaultdict(list)
+        families: dict[tuple[str, tuple[int, ...]], list[list[int]]] = defaultdict(list)
         for request in batch:
-            if len(request.prompt_ids) > _TRUNK_TOKENS and self._trunk_of(request.prompt_ids) is None:
-                families[tuple(request.prompt_ids[:_TRUNK_TOKENS])].append(request.prompt_ids)
-        for prompts in families.values():
+            ids = request.prompt_ids
+            if len(ids) > _TRUNK_TOKENS and self._trunk_of(request.adapter, ids) is None:
+                families[request.adapter, tuple(ids[:_TRUNK_TOKENS])].append(ids)
+        for (adapter, _), prompts in families.items():
             if len(prompts) < _TRUNK_USERS:
                 continue
             first, last = min(prompts), max(prompts)
             # At least one token of every prompt has to be run to get its logits.
             shared = min(common_prefix(first, last), min(map(len, prompts)) - 1)
             scratch = self._victim()
-            self._fill(scratch, None, first[:shared], 0)
+            self._fill(scratch, adapter, None, first[:shared], 0)
             while scratch.cached < shared:
                 self._run_rows([scratch], min(shared - scratch.cached, self._row_tokens(scratch)))
-            self._trunks.append(_Trunk(first[:shared], self._cache.take(scratch.index, shared), next(self._clock)))
+            cache = self._cache.take(scratch.index, shared)
+            self._trunks.append(_Trunk(adapter, first[:shared], cache, next(self._clock)))
         if len(self._trunks) > _MAX_TRUNKS:
             used = {id(slot.trunk) for slot in self._slots}
             unused = sorted((t for t in self._trunks if id(t) not in used), key=lambda t: t.last_used)
             for trunk in unused[: len(self._trunks) - _MAX_TRUNKS]:
                 self._trunks.remove(trunk)
 
-    def _trunk_of(self, ids: list[int]) -> _Trunk | None:
+    def _trunk_of(self, adapter: str, ids: list[int]) -> _Trunk | None:
         best = None
         for trunk in self._trunks:
             n = len(trunk.ids)
-            if n < len(ids) and ids[:n] == trunk.ids and (best is None or n > len(best.ids)):
+            fits = trunk.adapter == adapter and n < len(ids) and ids[:n] == trunk.ids
+            if fits and (best is None or n > len(best.ids)):
                 best = trunk
         return best
 
@@ -328,10 +339,10 @@ class Sampler:
         later: list[_Request] = []
         planned: set[int] = set()
         for request in batch:
-            trunk = self._trunk_of(request.prompt_ids)
+            trunk = self._trunk_of(request.adapter, request.prompt_ids)
             own = request.prompt_ids[len(trunk.ids) :] if trunk else request.prompt_ids
             best, overlap = None, 0
-            for slot in self._by_head[tuple(own[:_HEAD_TOKENS])].values():
+            for slot in self._by_head[request.adapter, tuple(own[:_HEAD_TOKENS])].values():
                 if slot.trunk is trunk:
                     n = min(common_prefix(slot.ids, own), len(own) - 1)
                     if slot.index not in planned:
@@ -349,7 +360,7 @@ class Sampler:
                 if best is not None and best is not slot:
                     self._cache.reserve(overlap)
                     self._cache.copy(best.index, slot.index, overlap)
-            self._fill(slot, trunk, own, overlap)
+            self._fill(slot, request.adapter, trunk, own, overlap)
             slot.busy = True
             slot.episode_id = request.episode_id
             planned.add(slot.index)
@@ -363,14 +374,14 @@ class Sampler:
         others = [slot for slot in free if slot is not keep] or free
         return min(others, key=lambda slot: (slot.episode_id != "", slot.last_used, slot.index))
 
-    def _fill(self, slot: _Slot, trunk: _Trunk | None, own: list[int], cached: int) -> None:
+    def _fill(self, slot: _Slot, adapter: str, trunk: _Trunk | None, own: list[int], cached: int) -> None:
         """Make `own` the slot's tokens, of which the first `cached` are in place."""
-        self._by_head[tuple(slot.ids[:_HEAD_TOKENS])].pop(slot.index, None)
-        slot.trunk, slot.ids, slot.cached = trunk, list(own), cached
+        self._by_head[slot.adapter, tuple(slot.ids[:_HEAD_TOKENS])].pop(slot.index, None)
+        slot.adapter, slot.trunk, slot.ids, slot.cached = adapter, trunk, list(own), cached
         slot.last_used = next(self._clock)
         if trunk is not None:
             trunk.last_used = slot.last_used
-        self._by_head[tuple(slot.ids[:_HEAD_TOKENS])][slot.index] = slot
+        self._by_head[adapter, tuple(slot.ids[:_HEAD_TOKENS])][slot.index] = slot
 
     def _drop(self, request: _Request) -> None:
         if request in self._waiting:
@@ -423,13 +434,14 @@ class Sampler:
         keys = slot.cached + (len(slot.trunk.ids) if slot.trunk else 0) + self._prefill_tokens
         return min(self._prefill_tokens, max(16, int(_SCORE_ELEMENTS // (self._heads * keys))))
 
-    def _row_order(self, slot: _Slot) -> tuple[int, int]:
-        return (self._trunks.index(slot.trunk) if slot.trunk in self._trunks else -1, slot.index)
+    def _row_order(self, slot: _Slot) -> tuple[str, int, int]:
+        return (slot.adapter, self._trunks.index(slot.trunk) if slot.trunk in self._trunks else -1, slot.index)
 
     def _run_rows(self, slots: list[_Slot], width: int | None = None) -> Tensor:
         """Compute the next `width` uncached tokens of each slot (all of them by default).
 
-        Slots that share a trunk must be neighbours. Returns the hidden state of each slot's last computed token (B, D).
+        Slots that share an adapter, and within it a trunk, must be neighbours. Returns the hidden state of each slot's
+        last computed token (B, D).
         """
         width = width or max(len(slot.ids) - slot.cached for slot in slots)
         counts = [min(width, len(slot.ids) - slot.cached) for slot in slots]
@@ -440,8 +452,10 @@ class Sampler:
         ]
         groups: list[SlotGroup] = []
         positions: list[int] = []
-        for _, run in itertools.groupby(slots, key=lambda slot: id(slot.trunk)):
+        speakers: list[tuple[str, int]] = []
+        for _, run in itertools.groupby(slots, key=lambda slot: (slot.adapter, id(slot.trunk))):
             members = list(run)
+            speakers.append((members[0].adapter, len(members)))
             trunk = members[0].trunk
             starts = [slot.cached for slot in members]
             groups.append(
@@ -459,7 +473,9 @@ class Sampler:
         limit = self._loaded.max_model_len - 1
         absolute = torch.tensor(positions, device=self._device)[:, None] + torch.arange(width, device=self._device)
         layout = SlotLayout(self._cache, groups)
-        hidden = self._decoder.hidden(torch.tensor(ids, device=self._device), absolute.clamp_(max=limit), layout)
+        hidden = self._decoder.hidden(
+            torch.tensor(ids, device=self._device), absolute.clamp_(max=limit), layout, speakers
+        )
         for slot, n in zip(slots, counts, strict=True):
             slot.cached += n
         self.tokens_prefilled += sum(counts) if width > 1 else 0

@@ -245,6 +245,8 @@ def _episode_row(episode: Episode) -> dict[str, Any]:
         "is_success": episode.is_success,
         "error": error and {"kind": error.kind, "message": error.message, "traceback": error.traceback},
         "metrics": episode.metrics,
+        "opponents": episode.opponents,
+        "replayed": episode.replayed,
         "time_s": round(episode.time_s, 4),
         "calls": [_call_row(call, episode.calls[:index]) for index, call in enumerate(episode.calls)],
     }
@@ -253,6 +255,9 @@ def _episode_row(episode: Episode) -> dict[str, Any]:
 def _call_row(call: ModelCall, earlier: list[ModelCall]) -> dict[str, Any]:
     row = {
         "role": call.role,
+        "agent": call.agent,
+        "adapter": call.adapter,
+        "reward": call.reward,
         "finish_reason": call.finish_reason,
         "text": call.text,
         "policy_version": call.policy_version,
