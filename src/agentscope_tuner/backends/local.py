@@ -194,12 +194,8 @@ class LocalRun:
         """
         resumed = self.folder.prepare(self.config)
         newest = latest_checkpoint(self.folder.checkpoints_dir) if resumed else None
-<<<<<<< HEAD
-        self.engine, helpers = start_engines(self.config)
-        algorithm = self.config.algorithm
-=======
         self.engine, helpers = start_engines(self.config, self.cast)
->>>>>>> a13bcbc (Roles with adapters, credit for turns, debug, scripted models (not yet tested as a whole))
+        algorithm = self.config.algorithm
         self.learner = Learner(
             self.engine.loaded,
             algorithm,

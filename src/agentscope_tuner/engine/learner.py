@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-<<<<<<< HEAD
-=======
 from collections import defaultdict
->>>>>>> a13bcbc (Roles with adapters, credit for turns, debug, scripted models (not yet tested as a whole))
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -260,15 +257,11 @@ class Learner:
             if self.masters[name] is not parameter:
                 grad = parameter.grad
                 self.masters[name].grad = None if grad is None else grad.float()
-<<<<<<< HEAD
-        norm = torch.nn.utils.clip_grad_norm_(self.masters.values(), self._algorithm.max_grad_norm).item()
-        rate = self._learning_rate()
-=======
         norms = [
             torch.nn.utils.clip_grad_norm_([self.masters[name] for name in names], self._algorithm.max_grad_norm).item()
             for names in self._policies
         ]
->>>>>>> a13bcbc (Roles with adapters, credit for turns, debug, scripted models (not yet tested as a whole))
+        rate = self._learning_rate()
         self.updates += 1
         for group in self.optimizer.param_groups:
             group["lr"] = rate
