@@ -109,7 +109,7 @@ def test_versions_are_kept_and_dropped(tiny_model_dir: Path) -> None:
             parameter.add_(1)
     assert set(loaded.trainable_parameters()) == names, "a version does not learn"
     for name, tensor in adapter_parameters(loaded, "solver").items():
-        assert torch.equal(tensor - 1, kept[name]) or torch.allclose(tensor - 1, kept[name])
+        assert torch.allclose(tensor - 1, kept[name], atol=1e-6)
     drop_version(loaded, "solver@3")
     assert loaded.versions == ()
     assert not any("@" in name for name in loaded.model.state_dict())
@@ -176,7 +176,7 @@ class Duel(Workflow):
         rewards = {}
         for role, letters in (("left", "aeiou"), ("right", "nstr")):
             said = await model_tuner.get_model(role)(begin_with(begin.content[0]["text"]))
-            text = said.content[0]["text"] if said.content else ""
+            text = "".join(block.get("text", "") for block in said.content)
             rewards[role] = sum(map(text.count, letters)) / (len(text) + 1)
         return WorkflowOutput(reward=rewards)
 
@@ -293,5 +293,5 @@ def test_roles_must_be_known_beforehand(tiny_model_dir: Path, tmp_path: Path) ->
 
 def test_an_adapter_of_another_form_is_refused(tiny_model_dir: Path, tmp_path: Path) -> None:
     result = tune(Duel, overrides=settings(tiny_model_dir, tmp_path, **{"train_dataset.total_steps": 1}))
-    with pytest.raises(ModelError, match="does not fit `model.lora`"):
+    with pytest.raises(ModelError, match=r"does not fit `model\.lora`"):
         load(result.checkpoint, lora=LoraConfig(rank=8), adapters=("left",))

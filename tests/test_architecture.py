@@ -253,7 +253,7 @@ def test_checker_accepts_a_sound_tree(tmp_path: Path) -> None:
         ),
         pytest.param(
             {"judges/llm.py": "from agentscope.message import Msg"},
-            "llm.py:1: `agentscope` may be imported only in `agentscope_face`, `model_tuner`, `workflow`",
+            "llm.py:1: `agentscope` may be imported only in `agentscope_face`, `model_tuner`, `testing`, `workflow`",
             id="agentscope",
         ),
         pytest.param({"engine/_utils.py": ""}, "`agentscope_tuner.engine._utils` says nothing", id="utils"),

@@ -83,7 +83,13 @@ def model(tiny_model_dir: Path) -> PolicyModel:
 
 
 def play(
-    model: PolicyModel, workflow: Any, *, groups: int, size: int, branching: BranchingConfig | None = None, seed: int = 0
+    model: PolicyModel,
+    workflow: Any,
+    *,
+    groups: int,
+    size: int,
+    branching: BranchingConfig | None = None,
+    seed: int = 0,
 ) -> list[EpisodeGroup]:
     rollout = Rollout(WorkflowRunner(workflow), None, model, WorkflowConfig(), seed, {})
     tasks = [Task(task_id=str(i)) for i in range(groups)]
@@ -99,7 +105,7 @@ def check(estimates: dict[tuple[str, str], list[float]], exact: dict[tuple[str, 
     assert set(estimates) == set(exact)
     for key, found in estimates.items():
         error = stdev(found) / math.sqrt(len(found))
-        assert error < 0.06, (key, error)
+        assert error < 0.1, (key, error)
         assert abs(fmean(found) - exact[key]) < 4 * error, (key, fmean(found), exact[key], error)
 
 
@@ -109,29 +115,33 @@ DECISIONS = list(itertools.product(CHANCE, "ab"))
 @pytest.mark.parametrize("by_turn", [True, False])
 def test_continuations_estimate_the_advantage_of_a_turn_without_bias(model: PolicyModel, by_turn: bool) -> None:
     branching = BranchingConfig(continuations=3)
-    groups = play(model, Game(by_turn=by_turn), groups=1500, size=1, branching=branching)
+    groups = play(model, Game(by_turn=by_turn), groups=600, size=1, branching=branching)
     estimates: dict[tuple[str, str], list[float]] = defaultdict(list)
     for group, credits in zip(groups, compute_advantages(groups, "leave_one_out"), strict=True):
         (episode,) = group.episodes
         assert episode.branch is not None
         for one in (episode, *episode.branch.continuations):
             call = one.calls[episode.branch.call]
-            at = next((c.advantages[episode.branch.call] for c in credits if c.trajectory.calls[0] is one.calls[0]), 0.0)
+            at = next(
+                (c.advantages[episode.branch.call] for c in credits if c.trajectory.calls[0] is one.calls[0]), 0.0
+            )
             estimates[position(call), call.text].append(at or 0.0)
     check(estimates, {(s, w): worth(s, w, 1.0) - value(s, 1.0) for s, w in DECISIONS})
 
 
 @pytest.mark.parametrize("discount", [1.0, 0.8])
 def test_what_follows_a_turn_is_compared_with_what_follows_it_elsewhere(model: PolicyModel, discount: float) -> None:
-    groups = play(model, Game, groups=2500, size=4)
+    groups = play(model, Game, groups=800, size=4)
     estimates: dict[tuple[str, str], list[float]] = defaultdict(list)
-    for credits in compute_advantages(groups, "leave_one_out", discount):
-        for credit in credits:
-            for call, advantage in zip(credit.trajectory.calls, credit.advantages, strict=True):
-                if advantage is not None:
-                    estimates[position(call), call.text].append(advantage)
+    for group, credits in zip(groups, compute_advantages(groups, "leave_one_out", discount), strict=True):
+        found = {id(c.trajectory.calls[0]): c.advantages for c in credits}
+        for episode in group.episodes:
+            for turn, call in enumerate(episode.calls):
+                if sum(len(other.calls) > turn for other in group.episodes) > 1:  # there is something to compare with
+                    advantages = found.get(id(episode.calls[0]))
+                    estimates[position(call), call.text].append((advantages[turn] if advantages else 0.0) or 0.0)
     # Whoever got as far as turn t, on average.
-    mean = {turn: 0.0 for turn in range(3)}
+    mean = dict.fromkeys(range(3), 0.0)
     reached = dict(mean)
     for said, word in DECISIONS:
         here = math.prod(chance(said[:i], said[i]) for i in range(len(said))) * chance(said, word)
@@ -203,9 +213,9 @@ def test_a_baseline_over_episodes_is_unbiased_and_one_over_calls_is_not() -> Non
     assert expected_gradient("leave_one_out") == pytest.approx(truth, abs=1e-6)
     assert expected_gradient("mean_only") == pytest.approx({at: g / 2 for at, g in truth.items()}, abs=1e-6)
     naive = expected_gradient("mean over calls")
-    # Not merely another length: another direction.
-    scale = sum(naive[at] * truth[at] for at in truth) / sum(g * g for g in truth.values())
-    assert max(abs(naive[at] - scale * truth[at]) for at in truth) > 0.02
+    # Not merely another length: another direction, since some decisions are scaled down more than others.
+    scales = [naive[at] / truth[at] for at in truth]
+    assert max(scales) > 1.3 * min(scales) > 0
 
 
 # ----------------------------------------------------------------------------------------------------- branching

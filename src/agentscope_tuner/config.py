@@ -322,7 +322,8 @@ class TunerConfig(_Config):
                     refuse(f"roles.{key}", "without `roles.adapters: per_role` all roles share the weights that learn")
         elif self.model.lora is None:
             raise ValueError(
-                "`roles.adapters: per_role` needs `model.lora`; set it (`model.lora.rank=16`), or let roles share weights"
+                "`roles.adapters: per_role` needs `model.lora`; set it (`model.lora.rank=16`), or let all roles share "
+                "the weights"
             )
         if self.eval_dataset is None:
             if self.algorithm.sets("eval_interval_steps"):

@@ -115,9 +115,7 @@ def run_episode(
     rollout = Rollout(
         WorkflowRunner(workflow),
         None if judge is None else JudgeRunner(judge),
-        PolicyModel(
-            policy, renderer, frozenset([renderer.tokenizer.eos_token_id]), model.model_name, SamplingParams()
-        ),
+        PolicyModel(policy, renderer, frozenset([renderer.tokenizer.eos_token_id]), model.model_name, SamplingParams()),
         WorkflowConfig(trainable_targets=trainable_targets),
         seed,
         {},

@@ -406,8 +406,11 @@ def describe(groups: list[EpisodeGroup], metrics: StepMetrics) -> None:
 
 
 def mean_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
-    """Averages over the episodes that have them: workflow and judge metrics; of each role the reward, the calls and the
-    tokens it wrote; the calls of each of its players, where there are several."""
+    """Averages over the episodes that have them.
+
+    Workflow and judge metrics; of each role the reward, the calls, and the tokens it wrote; the calls of each of its
+    players, where there are several.
+    """
     values: dict[str, list[float]] = defaultdict(list)
     for episode in episodes:
         for name, value in episode.metrics.items():

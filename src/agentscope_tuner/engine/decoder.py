@@ -72,7 +72,7 @@ class ModuleDecoder:
 class _Linear:
     """A linear layer whose weight is packed for oneDNN where that works, and plain elsewhere."""
 
-    def __init__(self, layers: Sequence[nn.Module], adapters: Sequence[str], rows: int, packed: bool) -> None:
+    def __init__(self, layers: Sequence[Any], adapters: Sequence[str], rows: int, packed: bool) -> None:
         """Join layers that read the same input."""
         weights = [layer_weight(layer, merged=not adapters) for layer in layers]
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)

@@ -91,7 +91,8 @@ def _pack_calls(
             tokens += call.completion_ids
             of += [member] * len(call.completion_ids)
             offset += range(len(call.completion_ids))
-        yield tree, Entries(*(torch.tensor(column) for column in (hidden, tokens, of, offset)), adapter=adapter)
+        columns = [torch.tensor(column) for column in (hidden, tokens, of, offset)]
+        yield tree, Entries(columns[0], columns[1], columns[2], columns[3], adapter)
 
 
 class Learner:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -222,7 +223,10 @@ def _inject(loaded: LoadedModel, lora: LoraConfig, adapter: str) -> None:
     from peft import inject_adapter_in_model
 
     try:
-        inject_adapter_in_model(_peft_config(lora), loaded.model, adapter_name=adapter)
+        with warnings.catch_warnings():
+            # Several adapters in one model are what is wanted.
+            warnings.filterwarnings("ignore", message="Already found a `peft_config`")
+            inject_adapter_in_model(_peft_config(lora), loaded.model, adapter_name=adapter)
     except ValueError as exc:
         raise ConfigError(f"`model.lora` does not fit `{loaded.name}`: {exc}") from exc
 
@@ -292,7 +296,7 @@ def _lora_layers(model: nn.Module) -> list[Any]:
 
 
 def low_rank_update(linear: Any, adapter: str) -> tuple[Tensor, Tensor] | None:
-    """An adapter's matrices for a layer (detached): A (R, in) and B (out, R) times its scale; None where it has none."""
+    """An adapter's matrices for a layer (detached), or None: A (R, in), and B (out, R) times its scale."""
     if adapter not in getattr(linear, "lora_A", ()):
         return None
     return linear.lora_A[adapter].weight.detach(), linear.lora_B[adapter].weight.detach() * linear.scaling[adapter]
