@@ -26,6 +26,7 @@ FLOORS: dict[str, float] = {
     "testing": 4,
     "recorder": 5.0,
     "agentscope_face": 5.1,
+    "endpoint": 5.1,
     "model_tuner": 5.2,
     "workflow": 6,
     "rollout": 7,

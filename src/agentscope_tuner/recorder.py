@@ -50,8 +50,18 @@ class Completion:
 
     reply: Reply
     prompt_tokens: int
-    completion_tokens: int
+    token_ids: list[int]
+    """(T,) as they were sampled and recorded, end-of-turn token included."""
+    logprobs: list[float]
+    """(T,) as recorded."""
     finish_reason: str
+    """`stop` or `length`."""
+    policy_version: int
+
+    @property
+    def completion_tokens(self) -> int:
+        """T."""
+        return len(self.token_ids)
 
 
 class Recorder:
@@ -208,7 +218,9 @@ class Recorder:
                 extends=prompt.extends,
             )
         )
-        return Completion(reply, len(prompt.ids), len(sample.token_ids), sample.finish_reason)
+        return Completion(
+            reply, len(prompt.ids), sample.token_ids, sample.logprobs, sample.finish_reason, sample.policy_version
+        )
 
     def text_of(self, token_ids: Sequence[int], stop: Sequence[str] = ()) -> str:
         """The text of a completion: without its end-of-turn token, and cut before the first stop string."""
