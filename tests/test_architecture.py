@@ -43,6 +43,8 @@ ALLOWED_ROOMS: dict[str, set[str]] = {
     "torch": {"algorithms", "engine"},
     "agentscope": {"agentscope_face", "model_tuner", "workflow"},
     "trinity": {"backends"},
+    "starlette": {"endpoint"},
+    "uvicorn": {"endpoint"},
 }
 """Packages of others that only these rooms may import, not even lazily anywhere else."""
 

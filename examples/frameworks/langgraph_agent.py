@@ -22,7 +22,8 @@ def after_tools(state: MessagesState) -> str:
 def final_answer(messages: list[Any]) -> str | None:
     """The result that the last tool call delivered."""
     calls = [call for message in messages for call in getattr(message, "tool_calls", [])]
-    return calls[-1]["args"].get("result") if calls else None
+    result = calls[-1]["args"].get("result") if calls else None
+    return None if result is None else str(result)
 
 
 class LangGraphAgent(Workflow):

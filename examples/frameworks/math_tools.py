@@ -48,7 +48,8 @@ def run_tool(name: str, arguments: str) -> str:
 
 def final_result(name: str, arguments: str) -> str | None:
     """The result, where this call delivers it."""
-    return json.loads(arguments).get("result") if name == "generate_response" else None
+    result = json.loads(arguments).get("result") if name == "generate_response" else None
+    return None if result is None else str(result)
 
 
 def _tool(name: str, parameters: dict[str, Any], description: str) -> dict[str, Any]:
