@@ -780,7 +780,10 @@ def test_roles_without_an_endpoint(renderer: ChatRenderer) -> None:
         model.endpoint()
 
     async def in_a_thread(model: ModelTuner) -> None:
-        await asyncio.to_thread(model.endpoint)
+        with pytest.raises(ConfigError):
+            await asyncio.to_thread(model.endpoint)
+        model.endpoint()
+        await asyncio.to_thread(model.endpoint)  # whether the server is there or not
 
     with pytest.raises(RoleError, match=re.escape("role `wolf` is not registered")):
         play(model_of(policy, renderer), unknown)

@@ -232,7 +232,7 @@ def parse_chat_request(body: bytes, *, serves: str) -> ChatRequest:
 
 
 def _tool_choice(asked: _Body) -> str | None:
-    """`none`, `auto`, `required`, or the name of a tool that is there."""
+    """`none`, `auto` or `required`; the name of a tool is a request like `required`."""
     choice = asked.tool_choice
     known = [tool.function.name for tool in asked.tools or ()]
     if isinstance(choice, _NamedTool):
@@ -240,7 +240,7 @@ def _tool_choice(asked: _Body) -> str | None:
         if name not in known:
             message = f"`tool_choice` names `{name}`, which is not in `tools` ({', '.join(known) or 'none are given'})"
             raise Refusal(400, message, param="tool_choice")
-        return name
+        return "required"
     if choice == "required" and not known:
         raise Refusal(400, "`tool_choice` is `required`, but there are no `tools`", param="tool_choice")
     return choice

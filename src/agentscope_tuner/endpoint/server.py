@@ -83,8 +83,15 @@ class EndpointServer:
         Raises:
             ConfigError: there is no running event loop here, as in a thread.
         """
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            raise ConfigError(
+                "`model_tuner.endpoint()` was called where no event loop runs, as in a thread; call it in `execute` "
+                "itself, and hand the endpoint to the thread"
+            ) from None
         if self._serving is None or self._serving.done():
-            self._listen()
+            self._listen(loop)
         endpoint = Endpoint(self._base_url, secrets.token_urlsafe(32), name or recorder.model.name)
         self._grants[endpoint.api_key] = _Grant(recorder, role, endpoint.model)
         return endpoint
@@ -103,14 +110,7 @@ class EndpointServer:
 
     # ------------------------------------------------------------------------------------------------ serving
 
-    def _listen(self) -> None:
-        try:
-            loop = asyncio.get_running_loop()
-        except RuntimeError:
-            raise ConfigError(
-                "`model_tuner.endpoint()` was called where no event loop runs, as in a thread; call it in `execute` "
-                "itself, and hand the endpoint to the thread"
-            ) from None
+    def _listen(self, loop: asyncio.AbstractEventLoop) -> None:
         # Bound here and now: whoever connects before the server's first turn waits in the socket's backlog.
         listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
         self._base_url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
