@@ -26,6 +26,7 @@ FLOORS: dict[str, float] = {
     "engine": 4,
     "recorder": 5.0,
     "agentscope_face": 5.1,
+    "endpoint": 5.1,
     "model_tuner": 5.2,
     "workflow": 6,
     "rollout": 7,
@@ -43,6 +44,8 @@ ALLOWED_ROOMS: dict[str, set[str]] = {
     "torch": {"algorithms", "engine"},
     "agentscope": {"agentscope_face", "model_tuner", "workflow", "testing"},
     "trinity": {"backends"},
+    "starlette": {"endpoint"},
+    "uvicorn": {"endpoint"},
 }
 """Packages of others that only these rooms may import, not even lazily anywhere else."""
 

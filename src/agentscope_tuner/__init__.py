@@ -6,6 +6,7 @@ from agentscope_tuner.config import (
     TunerConfig,
     TunerModelConfig,
 )
+from agentscope_tuner.endpoint import Endpoint
 from agentscope_tuner.evaluate import evaluate
 from agentscope_tuner.judges import Judge, MathJudge
 from agentscope_tuner.model_tuner import ModelTuner
@@ -23,6 +24,7 @@ from agentscope_tuner.workflow import Workflow, check_judge, check_workflow
 __all__ = [
     "AlgorithmConfig",
     "DatasetConfig",
+    "Endpoint",
     "EvalResult",
     "Judge",
     "JudgeOutput",

@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,7 @@ from agentscope.model import ChatModelBase, ChatResponse
 from agentscope.model._model_usage import ChatUsage  # exported nowhere else in 1.0
 from pydantic import BaseModel, ValidationError
 
-from agentscope_tuner.chat import Reply, parse_reply
+from agentscope_tuner.chat import TOOL_CALL_OPEN, Reply, parse_reply, settled_text
 from agentscope_tuner.recorder import Completion, Recorder
 
 
@@ -140,13 +140,13 @@ class RoleModel(ChatModelBase):
         )
         call.add_done_callback(lambda _: tokens.put_nowait(None))
         drawn: list[int] = []
-        marks = ("<tool_call>", *self._recorder.stop_strings(options))
+        marks = (TOOL_CALL_OPEN, *self._recorder.stop_strings(options))
         shown = ""
         try:
             while (token := await tokens.get()) is not None:
                 drawn.append(token)
                 # Half a tool call cannot be shown; the text before it can.
-                reply = parse_reply(_settled(self._recorder.text_of(drawn), marks), tools=False)
+                reply = parse_reply(settled_text(self._recorder.text_of(drawn), marks), tools=False)
                 if reply.text != shown and not reply.text.endswith("�"):
                     shown = reply.text
                     yield ChatResponse(content=_blocks(reply))
@@ -186,14 +186,6 @@ def respond(
     reply = parse_reply(text, tools=wants_calls)
     metadata = None if structured_model is None else _structured(reply, structured_model)
     return ChatResponse(content=_blocks(reply), metadata=metadata)
-
-
-def _settled(text: str, marks: Sequence[str]) -> str:
-    """What stays of a text when more is written: nothing from a mark on, nor what may be the beginning of one."""
-    for mark in marks:
-        text = text.partition(mark)[0]
-    begun = [n for mark in (*marks, "<think>") for n in range(1, len(mark)) if text.endswith(mark[:n])]
-    return text[: len(text) - max(begun, default=0)]
 
 
 def _blocks(reply: Reply) -> list[TextBlock | ThinkingBlock | ToolUseBlock]:

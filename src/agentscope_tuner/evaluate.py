@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -71,5 +72,6 @@ async def _evaluate(
         lambda episode, _: view.episode_done(failed=episode.error is not None),
         cast,
     )
-    with view:
-        return await evaluate_policy(rollout, tasks, view, config.algorithm.max_failed_fraction)
+    async with aclosing(rollout):
+        with view:
+            return await evaluate_policy(rollout, tasks, view, config.algorithm.max_failed_fraction)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from agentscope_tuner.agentscope_face import RoleModel
+from agentscope_tuner.endpoint import Endpoint, EndpointServer
+from agentscope_tuner.errors import ConfigError, RoleError
 from agentscope_tuner.recorder import Recorder
 from agentscope_tuner.types import DEFAULT_ROLE
 
@@ -21,8 +23,9 @@ class ModelTuner(RoleModel):
     configuration; the workflow itself does not change.
     """
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder, endpoints: EndpointServer | None = None) -> None:
         super().__init__(recorder, DEFAULT_ROLE)
+        self._endpoints = endpoints
 
     def register_model(self, role: str, default_model: Any = None) -> None:
         """Make a role known, with the model that plays it while it is not trained.
@@ -60,3 +63,35 @@ class ModelTuner(RoleModel):
             RewardError: the value is not finite, or there was no turn yet.
         """
         self._recorder.reward(role, value, name)
+
+    def endpoint(self, role: str = DEFAULT_ROLE, *, name: str = "") -> Endpoint:
+        """An OpenAI-compatible server of a trained role, for agents of any framework, in threads and other processes.
+
+        ```python
+        endpoint = model_tuner.endpoint()
+        client = AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key)
+        await client.chat.completions.create(model=endpoint.model, messages=...)
+        ```
+
+        Every call with this key belongs to this role and episode, is recorded token for token, and trained on. The key
+        expires when the episode ends.
+
+        Args:
+            role: who speaks.
+            name: what the server calls its model, for frameworks that look at that; the trained model's own when empty.
+
+        Raises:
+            RoleError: the role is not registered, or not trained; only trained roles are played by the policy.
+            ConfigError: there is no rollout around this tuner, or no event loop here, as in a thread.
+        """
+        self._recorder.require(role)
+        if not self._recorder.is_trained(role):
+            raise RoleError(
+                f"role `{role}` is not trained, so it has no endpoint; name it in `trainable_targets`, or let its "
+                "agent call a service of its own"
+            )
+        if self._endpoints is None:
+            raise ConfigError(
+                "this `ModelTuner` has no endpoints: it was made by hand; let a `Rollout` run the workflow"
+            )
+        return self._endpoints.open(self._recorder, role, name)

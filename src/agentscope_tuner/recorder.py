@@ -51,8 +51,18 @@ class Completion:
 
     reply: Reply
     prompt_tokens: int
-    completion_tokens: int
+    token_ids: list[int]
+    """(T,) as they were sampled and recorded, end-of-turn token included."""
+    logprobs: list[float]
+    """(T,) as recorded."""
     finish_reason: str
+    """`stop` or `length`."""
+    policy_version: int
+
+    @property
+    def completion_tokens(self) -> int:
+        """T."""
+        return len(self.token_ids)
 
 
 class Recorder:
@@ -280,7 +290,9 @@ class Recorder:
         )
         self.calls.append(call)
         self.answers[place] = call
-        return Completion(reply, len(prompt.ids), len(sample.token_ids), sample.finish_reason)
+        return Completion(
+            reply, len(prompt.ids), sample.token_ids, sample.logprobs, sample.finish_reason, sample.policy_version
+        )
 
     def _sample_again(
         self, place: int, role: str, prompt_ids: list[int], on_token: Callable[[int], None] | None

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ValidationError
 
 from agentscope_tuner.agentscope_face import quiet_agents
 from agentscope_tuner.config import BranchingConfig, WorkflowConfig
+from agentscope_tuner.endpoint import EndpointServer
 from agentscope_tuner.errors import (
     EpisodeFailure,
     EpisodeTimeoutError,
@@ -68,6 +69,12 @@ class Rollout:
     """Who plays the trained roles."""
     registered: set[str] = field(default_factory=set)
     """Roles that episodes registered or spoke as."""
+    endpoints: EndpointServer = field(default_factory=EndpointServer)
+    """Serves all episodes, from the first that asks for it until `aclose`."""
+
+    async def aclose(self) -> None:
+        """Stop what outlives an episode; where the event loop ends anyway, it does the same."""
+        await self.endpoints.close()
 
     @property
     def trainable_targets(self) -> list[str] | None:
@@ -176,7 +183,8 @@ class Rollout:
         begun = time.perf_counter()
         recorder.model.policy.open_episode(recorder.episode_id)
         try:
-            await self._perform(episode, recorder, {name: ModelTuner(r) for name, r in auxiliary.items()})
+            helpers = {name: ModelTuner(helper, self.endpoints) for name, helper in auxiliary.items()}
+            await self._perform(episode, recorder, helpers)
         except Exception as exc:
             cause = _cause(exc)
             if _ends_the_run(cause):
@@ -188,6 +196,7 @@ class Rollout:
             for each in (recorder, *auxiliary.values()):
                 each.close()
                 each.model.policy.close_episode(each.episode_id)
+                self.endpoints.expire(each)
             self.registered |= set(recorder.roles) | {call.role for call in recorder.calls}
         episode.time_s = time.perf_counter() - begun
         return episode, recorder.answers
@@ -195,7 +204,9 @@ class Rollout:
     async def _perform(self, episode: Episode, recorder: Recorder, auxiliary: Mapping[str, Any]) -> None:
         task = episode.workflow_task
         with _own_terms("workflow", WorkflowOutput):
-            output = await self._within_time(self.workflow.run(task, ModelTuner(recorder), auxiliary), "workflow")
+            output = await self._within_time(
+                self.workflow.run(task, ModelTuner(recorder, self.endpoints), auxiliary), "workflow"
+            )
         unknown = recorder.unknown_targets()
         if unknown and not recorder.calls:
             recorder.require(unknown[0])

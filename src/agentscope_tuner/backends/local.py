@@ -10,7 +10,7 @@ import gc
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, stdev
@@ -229,11 +229,12 @@ class LocalRun:
         )
         self.history = self.folder.read_metrics()
         self.evaluations: dict[int, dict[str, EvalResult]] = {}
-        with self.folder, self._tensorboard() as self.board, self.view:
-            if newest is None:
-                await self._begin()
-            for step in range(state.step + 1, self.steps + 1):
-                await self._step(step)
+        async with aclosing(self.rollout):
+            with self.folder, self._tensorboard() as self.board, self.view:
+                if newest is None:
+                    await self._begin()
+                for step in range(state.step + 1, self.steps + 1):
+                    await self._step(step)
         result = self._result()
         self.view.summary(result)
         return result

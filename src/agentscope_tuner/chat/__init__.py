@@ -1,9 +1,19 @@
 """Chat templates and what models write into them."""
 
-from agentscope_tuner.chat.parsing import Reply, ToolCall, parse_reply, write_reply
+from agentscope_tuner.chat.parsing import (
+    THINK_CLOSE,
+    TOOL_CALL_OPEN,
+    Reply,
+    ToolCall,
+    parse_reply,
+    settled_text,
+    write_reply,
+)
 from agentscope_tuner.chat.rendering import ChatRenderer, Conversation, Message, Prompt
 
 __all__ = [
+    "THINK_CLOSE",
+    "TOOL_CALL_OPEN",
     "ChatRenderer",
     "Conversation",
     "Message",
@@ -11,5 +21,6 @@ __all__ = [
     "Reply",
     "ToolCall",
     "parse_reply",
+    "settled_text",
     "write_reply",
 ]

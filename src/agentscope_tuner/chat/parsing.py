@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 _TOOL_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
-_THINK_OPEN, _THINK_CLOSE = "<think>", "</think>"
+THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
+TOOL_CALL_OPEN = "<tool_call>"
+"""Where a tool call begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,14 @@ def parse_reply(completion: str, *, tools: bool) -> Reply:
     return Reply(text=text.strip(), thinking=thinking, tool_calls=calls)
 
 
+def settled_text(text: str, marks: Sequence[str]) -> str:
+    """What stays of a text when more is written: nothing from a mark on, nor what may be the beginning of one."""
+    for mark in marks:
+        text = text.partition(mark)[0]
+    begun = [n for mark in (*marks, THINK_OPEN) for n in range(1, len(mark)) if text.endswith(mark[:n])]
+    return text[: len(text) - max(begun, default=0)]
+
+
 def write_reply(reply_text: str, calls: list[tuple[str, Mapping[str, Any]]]) -> str:
     """The completion that says this and makes these calls: the inverse of `parse_reply`, for scripted models."""
     parts = [reply_text] if reply_text else []
@@ -65,12 +75,12 @@ def write_reply(reply_text: str, calls: list[tuple[str, Mapping[str, Any]]]) -> 
 
 def _split_thinking(completion: str) -> tuple[str, str]:
     # Some templates open the thinking block in the prompt, so a completion may hold only its end.
-    before, close, after = completion.partition(_THINK_CLOSE)
+    before, close, after = completion.partition(THINK_CLOSE)
     if close:
-        return before.replace(_THINK_OPEN, "", 1).strip(), after
+        return before.replace(THINK_OPEN, "", 1).strip(), after
     opened = completion.lstrip()
-    if opened.startswith(_THINK_OPEN):  # cut off while thinking
-        return opened.removeprefix(_THINK_OPEN).strip(), ""
+    if opened.startswith(THINK_OPEN):  # cut off while thinking
+        return opened.removeprefix(THINK_OPEN).strip(), ""
     return "", completion
 
 

@@ -12,12 +12,12 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
-from agentscope_tuner.chat.parsing import Reply
+from agentscope_tuner.chat.parsing import THINK_OPEN, Reply
 from agentscope_tuner.errors import ConfigError, ModelError, UnsupportedContentError
 
 if TYPE_CHECKING:
@@ -66,6 +66,11 @@ class ChatRenderer:
             **self._options,
         )
         return str(rendered)
+
+    @cached_property
+    def opens_thinking(self) -> bool:
+        """Whether prompts end inside a thinking block, so that a completion holds only its end."""
+        return self.text([{"role": "user", "content": "Hello."}], None).rstrip().endswith(THINK_OPEN)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a piece of prompt; the template has already written every special token."""
