@@ -40,10 +40,10 @@ from agentscope_tuner.cli import app
 from agentscope_tuner.config import EngineConfig, WorkflowConfig, load_config, parse_config
 from agentscope_tuner.engine.models import load_model, model_directory
 from agentscope_tuner.engine.sampler import Sampler
-from agentscope_tuner.errors import ConfigError, PromptTooLongError, TunerError
+from agentscope_tuner.errors import ConfigError, PromptTooLongError, ReplayError, TunerError
 from agentscope_tuner.loading import load_object
 from agentscope_tuner.policy import SamplingParams
-from agentscope_tuner.recorder import PolicyModel
+from agentscope_tuner.recorder import PolicyModel, Recorder
 from agentscope_tuner.rollout import Rollout
 from agentscope_tuner.testing import ScriptedPolicy
 from agentscope_tuner.workflow import WorkflowRunner
@@ -335,6 +335,17 @@ def provoke_episode_failures() -> Iterator[str]:
     yield failure_of(nothing)
     yield failure_of(TwoRoles)
     yield failure_of(replies_with({"default": 1.0, "sear": 1.0}))
+
+    class TooSoon(Workflow):
+        async def execute(self, task: WorkflowTask, model_tuner: ModelTuner) -> WorkflowOutput:
+            model_tuner.register_model("seer")
+            model_tuner.reward("seer", 1.0)
+            return WorkflowOutput(reward=1.0)
+
+    yield failure_of(TooSoon)
+    with pytest.raises(ReplayError) as diverged:
+        raise Recorder(scripted(), episode_id="e", seed=0).diverged(0)
+    yield str(diverged.value)
     yield failure_of(slow, timeout_s=0.01)
     yield failure_of(image)
     with pytest.raises(PromptTooLongError) as caught:
@@ -362,13 +373,17 @@ def replies_with(reward: Any) -> Any:
     return workflow
 
 
-def failure_of(workflow: Any, **settings: Any) -> str:
-    """The message of what ends a scripted episode of a workflow, or the run it is in."""
+def scripted() -> PolicyModel:
+    """A policy that says hello."""
     tokenizer = AutoTokenizer.from_pretrained(model_directory("tiny-agent"))
     renderer = ChatRenderer(tokenizer)
     policy = ScriptedPolicy(renderer, lambda prompt, episode_id: "Hello")
-    model = PolicyModel(policy, renderer, frozenset([tokenizer.eos_token_id]), "scripted", SamplingParams())
-    rollout = Rollout(WorkflowRunner(workflow), None, model, WorkflowConfig(**settings), 0, {})
+    return PolicyModel(policy, renderer, frozenset([tokenizer.eos_token_id]), "scripted", SamplingParams())
+
+
+def failure_of(workflow: Any, **settings: Any) -> str:
+    """The message of what ends a scripted episode of a workflow, or the run it is in."""
+    rollout = Rollout(WorkflowRunner(workflow), None, scripted(), WorkflowConfig(**settings), 0, {})
     try:
         [group] = asyncio.run(rollout.run([Task(main_query="Hello")], 1, phase="docs"))
     except TunerError as exc:

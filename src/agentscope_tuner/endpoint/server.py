@@ -60,6 +60,7 @@ class _Grant:
 
     recorder: Recorder
     role: str
+    agent: str
     model: str
 
 
@@ -93,7 +94,7 @@ class EndpointServer:
         if self._serving is None or self._serving.done():
             self._listen(loop)
         endpoint = Endpoint(self._base_url, secrets.token_urlsafe(32), name or recorder.model.name)
-        self._grants[endpoint.api_key] = _Grant(recorder, role, endpoint.model)
+        self._grants[endpoint.api_key] = _Grant(recorder, role, recorder.name_agent(role), endpoint.model)
         return endpoint
 
     def expire(self, recorder: Recorder) -> None:
@@ -232,6 +233,7 @@ async def _complete(grant: _Grant, chat: ChatRequest, drawn: asyncio.Queue[tuple
                         tool_choice=chat.tool_choice,
                         options=chat.options,
                         on_token=partial(tell, choice) if chat.stream else None,
+                        agent=grant.agent,
                     )
                 )
                 for choice in range(chat.n)
