@@ -9,10 +9,11 @@ import asyncio
 import sys
 import time
 
-from agentscope_tuner.agentscope_face import quiet_agents
 from game import WEREWOLF, new_game, winner
 from players import GRADES, Grade, ScriptedModel
 from workflow import Table, seat
+
+from agentscope_tuner.agentscope_face import quiet_agents
 
 
 async def play(seed: int, werewolves: Grade, village: Grade) -> Table:
@@ -27,13 +28,10 @@ async def play(seed: int, werewolves: Grade, village: Grade) -> Table:
     return table
 
 
-async def werewolves_win(games: int, werewolves: Grade, village: Grade) -> float:
-    """Share of the games of the first seeds."""
-    won = 0
-    for seed in range(games):
-        table = await play(seed, werewolves, village)
-        won += winner(table.game, evening=True) == "werewolves"
-    return won / games
+async def werewolves_win(seeds: range, werewolves: Grade, village: Grade) -> float:
+    """Share of the games of these seeds."""
+    tables = await asyncio.gather(*[play(seed, werewolves, village) for seed in seeds])
+    return sum(winner(table.game, evening=True) == "werewolves" for table in tables) / len(seeds)
 
 
 async def main(games: int) -> None:
@@ -42,7 +40,7 @@ async def main(games: int) -> None:
     print("| werewolves | " + " | ".join(f"{village} village" for village in GRADES) + " |")
     print("|---" * (len(GRADES) + 1) + "|")
     for werewolves in GRADES:
-        shares = [await werewolves_win(games, werewolves, village) for village in GRADES]
+        shares = [await werewolves_win(range(games), werewolves, village) for village in GRADES]
         print(f"| {werewolves} | " + " | ".join(f"{share:.3f}" for share in shares) + " |", flush=True)
     seconds = time.perf_counter() - begun
     print(f"\n{games} games each, {games * len(GRADES) ** 2 / seconds:.1f} games per second")

@@ -1,13 +1,15 @@
 """Scripted players: chat models that read their prompt as any model would, and answer by rules.
 
 They know nothing but what the prompt says: who they are, what the moderator announced, what was said. Three grades
-play on either side. `careless` knows the rules and little else: mostly random choices and empty talk. `moderate` is
-what plays untrained roles by default. `strong` shows how much there is to win.
+play on either side. `careless` knows the rules and little else: random choices and empty talk. `moderate` plays the
+roles that are not trained. `strong` shows how much there is to win.
+
+The village takes silence for guilt, believes whoever claims to be the seer, and listens to suspicions. So werewolves
+win by naming others, the same ones, and by killing the seer who came forward.
 """
 
 from __future__ import annotations
 
-import os
 import random
 import re
 from collections import Counter
@@ -31,7 +33,7 @@ _WOLF = re.compile(r"(Player\d) is a werewolf")
 _GOOD = re.compile(r"(Player\d) is good")
 _PLAYER = re.compile(r"Player\d")
 _SUSPECT = re.compile(r"I suspect (Player\d)")
-_GONE = re.compile(r"(Player\d) is voted out|shot (Player\d)")
+_GONE = re.compile(r"is voted out|died|shot")
 _SMALL_TALK = ("I know nothing.", "I am a villager.", "Let us think.")
 
 
@@ -56,10 +58,9 @@ class View:
         living = list(NAMES)
         for _, text in self.moderator():
             if "Alive:" in text:
-                living = re.findall(r"Player\d", text.split("Alive:")[1])
-            else:
-                gone = {name for pair in _GONE.findall(text) for name in pair}
-                living = [name for name in living if name not in gone]
+                living = _PLAYER.findall(text.split("Alive:")[1])
+            elif _GONE.search(text):
+                living = [name for name in living if name not in text]
         return [name for name in living if name != self.name]
 
     @property
@@ -71,6 +72,11 @@ class View:
     def day(self) -> int:
         """How many days have dawned."""
         return sum("Alive:" in text for _, text in self.moderator())
+
+    @property
+    def can_save(self) -> bool:
+        """Whether the witch is told of a victim."""
+        return "Save" in self.request and "Nobody" not in self.request
 
     def moderator(self) -> list[tuple[str, str]]:
         """The moderator's lines."""
@@ -175,18 +181,19 @@ def _most(names: Sequence[str]) -> str | None:
 
 
 def _weigh(view: View, rng: random.Random, noise: float) -> str:
-    """Whom the village's evidence is against: seers' words, silence, and what others suspect."""
-    against = {name: rng.uniform(0, noise) for name in view.living}
-    for seer in view.claimants():
-        for name in view.accused_by(seer):
-            against[name] += 4
-    for name in view.silent():
-        against[name] += 2
-    for name in view.suspected():
-        against[name] += 1
-    for name in view.checked(_GOOD):
-        against.pop(name, None)
-    return max(against or dict.fromkeys(view.living, 0.0), key=(against or dict.fromkeys(view.living, 0.0)).__getitem__)
+    """Whom the village's evidence is against: a seer's word, silence, and what others suspect."""
+    good = view.checked(_GOOD)
+    against = {name: rng.uniform(0, noise) for name in view.living if name not in good} or {view.living[0]: 0.0}
+    evidence = {
+        4.0: [name for seer in view.claimants() for name in view.accused_by(seer)],
+        2.0: view.silent(),
+        1.0: view.suspected(),
+    }
+    for weight, names in evidence.items():
+        for name in names:
+            if name in against:
+                against[name] += weight
+    return max(against, key=against.__getitem__)
 
 
 def _careless_werewolf(view: View, rng: random.Random) -> Answer:
@@ -204,7 +211,7 @@ def _moderate_werewolf(view: View, rng: random.Random) -> Answer:
         return _name(seers[0] if seers and rng.random() < 0.7 else rng.choice(view.prey))
     prey = [name for name in view.suspected() if name in view.prey]
     if "Speak" in view.request:
-        if rng.random() < 0.5:
+        if rng.random() < 0.6:
             return _talk(rng)
         return _suspect(rng.choice(prey if prey and rng.random() < 0.5 else view.prey))
     return _name((_most(prey) if rng.random() < 0.6 else None) or rng.choice(view.prey))
@@ -226,14 +233,17 @@ def _strong_werewolf(view: View, rng: random.Random) -> Answer:
 
 
 def _careless_villager(view: View, rng: random.Random) -> Answer:
+    """Plays well more often than not, and else says and does anything.
+
+    Without the former it would hardly ever win, and nobody learns from games that are always lost.
+    """
+    if rng.random() < 0.6:
+        return _able_villager(view, rng, noise=4.0, silence=0.1)
     if view.role == "witch" and "Night" in view.request:
         poison = rng.choice(view.living) if "Poison" in view.request and rng.random() < 0.3 else None
-        save = "Save" in view.request and "Nobody" not in view.request and rng.random() < 0.4
+        save = view.can_save and rng.random() < 0.5
         return _potion(save=save, poison=None if save else poison)
     if "Speak" in view.request:
-        found = [name for name in view.checked(_WOLF) if name in view.living]
-        if found and rng.random() < 0.3:
-            return _claim(found[-1])
         return _suspect(rng.choice(view.living)) if rng.random() < 0.4 else _talk(rng)
     return _name(rng.choice(view.living))
 
@@ -242,10 +252,9 @@ def _able_villager(view: View, rng: random.Random, *, noise: float, silence: flo
     """Saves the first victim, checks everybody once, tells what it found, and weighs the evidence."""
     found = [name for name in view.checked(_WOLF) if name in view.living]
     if "Night" in view.request and view.role == "witch":
-        save = "Save" in view.request and "Nobody" not in view.request
         accused = [name for seer in view.claimants() for name in view.accused_by(seer)]
-        suspect = (accused or [None])[0]
-        return _potion(save=save, poison=suspect if "Poison" in view.request and not save else None)
+        poison = accused[0] if accused and "Poison" in view.request and not view.can_save else None
+        return _potion(save=view.can_save, poison=poison)
     if "Check" in view.request:
         known = view.checked(_WOLF) + view.checked(_GOOD)
         return _name(rng.choice([name for name in view.living if name not in known] or view.living))
@@ -257,7 +266,7 @@ def _able_villager(view: View, rng: random.Random, *, noise: float, silence: flo
 
 
 def _moderate_villager(view: View, rng: random.Random) -> Answer:
-    return _able_villager(view, rng, noise=float(os.environ.get("NOISE", 4)), silence=float(os.environ.get("SIL", 0.1)))
+    return _able_villager(view, rng, noise=4.0, silence=0.1)
 
 
 def _strong_villager(view: View, rng: random.Random) -> Answer:

@@ -134,10 +134,10 @@ class Table:
         for name in game.players("witch"):
             save, poison = await self.brew(name, night, victim)
         dead = end_night(game, victim, save=save, poison=poison)
-        news = [f"Day {game.day}.", f"{' and '.join(dead) or 'Nobody'} died."]
+        news = f"{' and '.join(dead) or 'Nobody'} died."
         for name in dead:
-            news += await self.last_shot(name, poisoned=name == poison)
-        return " ".join([*news, "Alive:", *game.living])
+            news += await self.last_shot(name, news, poisoned=name == poison)
+        return f"Day {game.day}. {news} Alive: {' '.join(game.living)}"
 
     async def brew(self, witch: str, night: str, victim: str | None) -> tuple[bool, str | None]:
         """What the witch does with the potions that are left. She learns of the victim while she can save."""
@@ -162,18 +162,18 @@ class Table:
             hub.set_auto_broadcast(False)
             votes = {name: await self.ask(name, "Vote.", Vote, game.others(name)) for name in game.living}
             out = voted_out(game, votes)
-            news = [f"{out or 'Nobody'} is voted out."]
+            news = f"{out or 'Nobody'} is voted out."
             if out is not None:
-                news += await self.last_shot(out, poisoned=False)
-            await hub.broadcast(_moderator(" ".join(news)))
+                news += await self.last_shot(out, news, poisoned=False)
+            await hub.broadcast(_moderator(news))
 
-    async def last_shot(self, name: str, *, poisoned: bool) -> list[str]:
+    async def last_shot(self, name: str, news: str, *, poisoned: bool) -> str:
         """The shot of a hunter who has just died, and its announcement."""
         if not shoots(self.game, name, poisoned=poisoned):
-            return []
-        target = await self.ask(name, "You die. Shoot whom?", Shot, self.game.living)
+            return ""
+        target = await self.ask(name, f"{news} Shoot whom?", Shot, self.game.living)
         shot(self.game, target)
-        return [f"{name} was the hunter and shot {target or NOBODY}."]
+        return f" {name} was the hunter and shot {target or NOBODY}."
 
     async def ask(self, name: str, text: str, model: type[Choice], allowed: Sequence[str]) -> str | None:
         """The player chosen; None where the answer is `nobody`, or where it is none and the action is lost."""
@@ -193,7 +193,7 @@ class Werewolves(Workflow):
     """One game; the task's seed deals the roles."""
 
     name: str = "werewolves"
-    trainable_targets: list[str] | None = ["werewolf"]
+    trainable_targets: list[str] | None = ["werewolf"]  # noqa: RUF012 (a pydantic field: every instance has its own)
     default_model: Callable[[str, int], ChatModelBase] = scripted_model
     """The model of a role that is not trained, in the game of a seed."""
 
