@@ -13,7 +13,7 @@ from typing import Any
 
 from agentscope.agent import ReActAgent
 from agentscope.formatter import OpenAIMultiAgentFormatter
-from agentscope.message import Msg
+from agentscope.message import Msg, TextBlock
 from agentscope.model import ChatModelBase
 from agentscope.pipeline import MsgHub
 from game import (
@@ -88,7 +88,7 @@ def system_prompt(game: Game, name: str) -> str:
 
 def seat(game: Game, name: str, model: ChatModelBase) -> ReActAgent:
     """The agent that plays for a name."""
-    return ReActAgent(
+    agent = ReActAgent(
         name=name,
         sys_prompt=system_prompt(game, name),
         model=model,
@@ -96,6 +96,8 @@ def seat(game: Game, name: str, model: ChatModelBase) -> ReActAgent:
         # The call, and the text if it came without one.
         max_iters=2,
     )
+    agent.register_instance_hook("post_reply", "one_line", _in_one_line)
+    return agent
 
 
 @dataclass
@@ -221,3 +223,10 @@ class Werewolves(Workflow):
 
 def _moderator(text: str) -> Msg:
     return Msg("Moderator", text, "user")
+
+
+def _in_one_line(agent: ReActAgent, request: dict[str, Any], reply: Msg) -> Msg:
+    """What others hear. On a line of its own, a sentence could pass for one of the moderator's."""
+    text = " ".join((reply.get_text_content() or "").split())
+    reply.content = [TextBlock(type="text", text=text)]
+    return reply

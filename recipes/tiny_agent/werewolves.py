@@ -1,4 +1,4 @@
-"""Games of Werewolves for tiny-agent's warm-up: careless experts play one side, the usual scripted players the other."""
+"""Games of Werewolves for tiny-agent's warm-up: careless experts play one side, scripted players the other."""
 
 from __future__ import annotations
 
