@@ -206,7 +206,6 @@ class Watched(workflow.Table):
     async def request(self, name: str, text: str, model: type) -> dict[str, Any]:
         """Ask, if the player may act."""
         assert name in self.game.living or (self.game.roles[name] == "hunter" and "Shoot" in text)
-        self.asked = [*getattr(self, "asked", []), name]
         return await super().request(name, text, model)
 
     async def night(self) -> str:

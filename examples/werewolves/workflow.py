@@ -39,8 +39,8 @@ from pydantic import BaseModel, Field
 from agentscope_tuner import ModelTuner, Workflow, WorkflowOutput, WorkflowTask
 
 RULES = (
-    "Werewolves is played by 3 werewolves, 3 villagers, a seer, a witch and a hunter. The village wins when no "
-    "werewolf is left, the werewolves when they are half of the living. Say one short sentence, and call."
+    "The game is Werewolves: 3 werewolves, 3 villagers, seer, witch, hunter. The werewolves win when they are half of "
+    "the living, the others when no werewolf is left. Say one short sentence, and call."
 )
 NAME = Field(description=f"A living player, or {NOBODY}.")
 
