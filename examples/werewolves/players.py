@@ -1,0 +1,286 @@
+"""Scripted players: chat models that read their prompt as any model would, and answer by rules.
+
+They know nothing but what the prompt says: who they are, what the moderator announced, what was said. Three grades
+play on either side. `careless` knows the rules and little else: random choices and empty talk. `moderate` plays the
+roles that are not trained. `strong` shows how much there is to win.
+
+The village takes silence for guilt, believes whoever claims to be the seer, and listens to suspicions. So werewolves
+win by naming others, the same ones, and by killing the seer who came forward.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from agentscope.message import TextBlock, ToolUseBlock
+from agentscope.model import ChatModelBase, ChatResponse
+from game import NAMES, NOBODY, WEREWOLF
+
+Grade = Literal["careless", "moderate", "strong"]
+GRADES: tuple[Grade, ...] = ("careless", "moderate", "strong")
+Answer = tuple[str, dict[str, Any]]
+"""What a player says, and the fields of its decision."""
+
+_IDENTITY = re.compile(r"You are (Player\d), (?:a|the) (\w+)(?: with ([\w ]+))?\.")
+_LINE = re.compile(r"^(Moderator|Player\d): (.*)$", re.MULTILINE)
+_CLAIM = "I am the seer."
+_WOLF = re.compile(r"(Player\d) is a werewolf")
+_GOOD = re.compile(r"(Player\d) is good")
+_PLAYER = re.compile(r"Player\d")
+_SUSPECT = re.compile(r"I suspect (Player\d)")
+_GONE = re.compile(r"is voted out|died|shot")
+_SMALL_TALK = ("I know nothing.", "I am a villager.", "Let us think.")
+
+
+@dataclass(frozen=True)
+class View:
+    """What a player knows."""
+
+    name: str
+    role: str
+    mates: tuple[str, ...]
+    lines: list[tuple[str, str]]
+    """(speaker, text), the last one being the request."""
+
+    @property
+    def request(self) -> str:
+        """What the moderator asks for."""
+        return self.lines[-1][1]
+
+    @property
+    def living(self) -> list[str]:
+        """Everybody else who lives, as far as announced."""
+        living = list(NAMES)
+        for _, text in self.moderator():
+            if "Alive:" in text:
+                living = _PLAYER.findall(text.split("Alive:")[1])
+            elif _GONE.search(text):
+                living = [name for name in living if name not in text]
+        return [name for name in living if name != self.name]
+
+    @property
+    def prey(self) -> list[str]:
+        """Living players who are not werewolves, to a werewolf's knowledge."""
+        return [name for name in self.living if name not in self.mates]
+
+    @property
+    def day(self) -> int:
+        """How many days have dawned."""
+        return sum("Alive:" in text for _, text in self.moderator())
+
+    @property
+    def can_save(self) -> bool:
+        """Whether the witch is told of a victim."""
+        return "Save" in self.request and "Nobody" not in self.request
+
+    def moderator(self) -> list[tuple[str, str]]:
+        """The moderator's lines."""
+        return [line for line in self.lines if line[0] == "Moderator"]
+
+    def said(self) -> list[tuple[str, str]]:
+        """What the other players said."""
+        return [line for line in self.lines if line[0] != "Moderator"]
+
+    def said_today(self) -> list[tuple[str, str]]:
+        """What they said since dawn."""
+        dawn = max((i for i, (_, text) in enumerate(self.lines) if "Alive:" in text), default=len(self.lines))
+        return [line for line in self.lines[dawn:] if line[0] != "Moderator"]
+
+    def claimants(self) -> list[str]:
+        """Who claimed to be the seer, first come first."""
+        return list(dict.fromkeys(speaker for speaker, text in self.said() if _CLAIM in text))
+
+    def accused_by(self, claimant: str) -> list[str]:
+        """Living players of whom a claimant said that they are werewolves."""
+        found = [name for speaker, text in self.said() if speaker == claimant for name in _WOLF.findall(text)]
+        return [name for name in dict.fromkeys(found) if name in self.living]
+
+    def suspected(self) -> list[str]:
+        """Whom others named today, once for each time."""
+        named = [name for _, text in self.said_today() for name in _SUSPECT.findall(text) + _WOLF.findall(text)]
+        return [name for name in named if name in self.living]
+
+    def silent(self) -> list[str]:
+        """Who spoke today and named nobody."""
+        return [name for name, text in self.said_today() if name in self.living and not _PLAYER.search(text)]
+
+    def checked(self, pattern: re.Pattern[str]) -> list[str]:
+        """What the moderator told the seer."""
+        return [name for _, text in self.moderator() for name in pattern.findall(text)]
+
+
+def read_prompt(text: str) -> View:
+    """Find a player's knowledge in the text of its prompt."""
+    identity = _IDENTITY.search(text)
+    if identity is None:
+        raise ValueError(f"a scripted player needs `You are PlayerN, a <role>.` in its prompt, got {text[:80]!r}")
+    name, role, mates = identity.groups()
+    return View(name, role, tuple((mates or "").split(" and ")) if mates else (), _LINE.findall(text))
+
+
+def answer(view: View, grade: Grade, seed: int) -> Answer:
+    """What a player of a grade says and does; the same for the same seed and knowledge."""
+    rng = random.Random(f"{seed}/{view.name}/{view.day}/{view.request}")
+    side = _WEREWOLVES if view.role == WEREWOLF else _VILLAGE
+    return side[grade](view, rng)
+
+
+class ScriptedModel(ChatModelBase):
+    """A scripted player as a chat model."""
+
+    def __init__(self, grade: Grade, seed: int) -> None:
+        super().__init__(f"scripted-{grade}", stream=False)
+        self.grade = grade
+        self.seed = seed
+
+    async def __call__(self, messages: list[dict[str, Any]], *args: Any, **options: Any) -> ChatResponse:
+        """One sentence, and the call that holds the decision."""
+        texts = [block["text"] for message in messages for block in message.get("content") or () if "text" in block]
+        text, fields = answer(read_prompt("\n".join(texts)), self.grade, self.seed)
+        call = ToolUseBlock(type="tool_use", id="call", name="generate_response", input=fields)
+        return ChatResponse(content=[TextBlock(type="text", text=text), call])
+
+
+def scripted_model(role: str, seed: int) -> ChatModelBase:
+    """The player of any untrained role."""
+    return ScriptedModel("moderate", seed)
+
+
+# -------------------------------------------------------------------------------------------------- ways to play
+
+
+def _name(name: str) -> Answer:
+    return f"{name}.", {"name": name}
+
+
+def _suspect(name: str) -> Answer:
+    return f"I suspect {name}.", {"name": name}
+
+
+def _claim(name: str) -> Answer:
+    return f"{_CLAIM} {name} is a werewolf.", {"name": name}
+
+
+def _talk(rng: random.Random) -> Answer:
+    return rng.choice(_SMALL_TALK), {"name": NOBODY}
+
+
+def _potion(*, save: bool, poison: str | None) -> Answer:
+    text = "I save." if save else f"I poison {poison}." if poison else "I wait."
+    return text, {"save": save, "poison": poison or NOBODY}
+
+
+def _most(names: Sequence[str]) -> str | None:
+    """The most frequent; the first among equals."""
+    return max(names, key=Counter(names).__getitem__) if names else None
+
+
+def _weigh(view: View, rng: random.Random, noise: float) -> str:
+    """Whom the village's evidence is against: a seer's word, silence, and what others suspect."""
+    good = view.checked(_GOOD)
+    against = {name: rng.uniform(0, noise) for name in view.living if name not in good} or {view.living[0]: 0.0}
+    evidence = {
+        4.0: [name for seer in view.claimants() for name in view.accused_by(seer)],
+        2.0: view.silent(),
+        1.0: view.suspected(),
+    }
+    for weight, names in evidence.items():
+        for name in names:
+            if name in against:
+                against[name] += weight
+    return max(against, key=against.__getitem__)
+
+
+def _careless_werewolf(view: View, rng: random.Random) -> Answer:
+    if "Attack" in view.request:
+        return _name(rng.choice(view.prey))
+    if "Speak" in view.request:
+        return _suspect(rng.choice(view.living)) if rng.random() < 0.4 else _talk(rng)
+    return _name(rng.choice(view.living))
+
+
+def _moderate_werewolf(view: View, rng: random.Random) -> Answer:
+    """Attacks who claims to be the seer, spares its mates, is silent too often."""
+    seers = [name for name in view.claimants() if name in view.prey]
+    if "Attack" in view.request:
+        return _name(seers[0] if seers and rng.random() < 0.7 else rng.choice(view.prey))
+    prey = [name for name in view.suspected() if name in view.prey]
+    if "Speak" in view.request:
+        if rng.random() < 0.6:
+            return _talk(rng)
+        return _suspect(rng.choice(prey if prey and rng.random() < 0.5 else view.prey))
+    return _name((_most(prey) if rng.random() < 0.6 else None) or rng.choice(view.prey))
+
+
+def _strong_werewolf(view: View, rng: random.Random) -> Answer:
+    """Attacks who claims to be the seer, spares its mates, and joins in what they began."""
+    seers = [name for name in view.claimants() if name in view.prey]
+    if "Attack" in view.request:
+        return _name(seers[0] if seers else rng.choice(view.prey))
+    named = [name for speaker, text in view.said_today() if speaker in view.mates for name in _PLAYER.findall(text)]
+    joined = [name for name in named if name in view.prey]
+    suspected = [name for name in view.suspected() if name in view.prey]
+    if "Speak" in view.request:
+        if seers and view.name in view.accused_by(seers[0]):
+            return _claim(seers[0])
+        return _suspect((joined or seers or suspected or [rng.choice(view.prey)])[0])
+    return _name(_most(suspected) or rng.choice(view.prey))
+
+
+def _careless_villager(view: View, rng: random.Random) -> Answer:
+    """Plays well more often than not, and else says and does anything.
+
+    Without the former it would hardly ever win, and nobody learns from games that are always lost.
+    """
+    if rng.random() < 0.6:
+        return _able_villager(view, rng, noise=4.0, silence=0.1)
+    if view.role == "witch" and "Night" in view.request:
+        poison = rng.choice(view.living) if "Poison" in view.request and rng.random() < 0.3 else None
+        save = view.can_save and rng.random() < 0.5
+        return _potion(save=save, poison=None if save else poison)
+    if "Speak" in view.request:
+        return _suspect(rng.choice(view.living)) if rng.random() < 0.4 else _talk(rng)
+    return _name(rng.choice(view.living))
+
+
+def _able_villager(view: View, rng: random.Random, *, noise: float, silence: float) -> Answer:
+    """Saves the first victim, checks everybody once, tells what it found, and weighs the evidence."""
+    found = [name for name in view.checked(_WOLF) if name in view.living]
+    if "Night" in view.request and view.role == "witch":
+        accused = [name for seer in view.claimants() for name in view.accused_by(seer)]
+        poison = accused[0] if accused and "Poison" in view.request and not view.can_save else None
+        return _potion(save=view.can_save, poison=poison)
+    if "Check" in view.request:
+        known = view.checked(_WOLF) + view.checked(_GOOD)
+        return _name(rng.choice([name for name in view.living if name not in known] or view.living))
+    if "Speak" in view.request:
+        if found:
+            return _claim(found[-1])
+        return _talk(rng) if rng.random() < silence else _suspect(_weigh(view, rng, noise))
+    return _name(found[-1] if found else _weigh(view, rng, noise))
+
+
+def _moderate_villager(view: View, rng: random.Random) -> Answer:
+    return _able_villager(view, rng, noise=4.0, silence=0.1)
+
+
+def _strong_villager(view: View, rng: random.Random) -> Answer:
+    return _able_villager(view, rng, noise=0.5, silence=0.0)
+
+
+_Player = Callable[[View, random.Random], Answer]
+_WEREWOLVES: dict[Grade, _Player] = {
+    "careless": _careless_werewolf,
+    "moderate": _moderate_werewolf,
+    "strong": _strong_werewolf,
+}
+_VILLAGE: dict[Grade, _Player] = {
+    "careless": _careless_villager,
+    "moderate": _moderate_villager,
+    "strong": _strong_villager,
+}
