@@ -491,6 +491,17 @@ def test_the_picture_has_its_size_and_shows_the_curve(tmp_path: Path, steps: int
     assert os.listdir(tmp_path) == ["reward.png"]
 
 
+def test_roles_are_drawn_where_there_are_several(tmp_path: Path) -> None:
+    def picture(*roles: str) -> bytes:
+        rewards = {f"reward_mean/{role}": 0.1 * n for n, role in enumerate(roles)}
+        history = [StepMetrics(step, reward_mean=0.5, extra=rewards) for step in range(3)]
+        draw_reward(history, tmp_path / "reward.png", "roles")
+        return (tmp_path / "reward.png").read_bytes()
+
+    assert picture() == picture("default"), "the only role's reward is the reward"
+    assert len({picture(), picture("seer", "witch"), picture("seer", "hunter")}) == 3
+
+
 def test_a_picture_without_rewards_is_drawn(tmp_path: Path) -> None:
     draw_reward([], tmp_path / "reward.png", "empty")
     assert (tmp_path / "reward.png").stat().st_size > 0

@@ -20,7 +20,8 @@ from transformers import AutoTokenizer
 from agentscope_tuner import DatasetConfig, Task
 from agentscope_tuner.agentscope_face import quiet_agents
 from agentscope_tuner.chat import ChatRenderer, write_reply
-from agentscope_tuner.config import WorkflowConfig
+from agentscope_tuner.config import WorkflowConfig, load_config
+from agentscope_tuner.loading import load_object
 from agentscope_tuner.policy import SamplingParams
 from agentscope_tuner.readers import load_tasks
 from agentscope_tuner.recorder import PolicyModel
@@ -438,3 +439,18 @@ def test_careless_experts_are_recorded_for_the_warm_up(
         roles = {call.role for call in episode.calls}
         assert roles == {"werewolf"} if side == "werewolves" else "werewolf" not in roles
     assert 3 <= len(to_rows(episodes[:1])) <= 7
+
+
+@pytest.mark.parametrize(
+    ("train", "targets", "adapters"),
+    [
+        ("werewolf", ["werewolf"], "shared"),
+        ("villager,seer", ["villager", "seer"], "shared"),
+        ("all", ["werewolf", "villager", "seer", "witch", "hunter"], "per_role"),
+    ],
+)
+def test_who_is_trained_is_one_option(train: str, targets: list[str], adapters: str) -> None:
+    settings_for = load_object(f"{EXAMPLE / 'main.py'}:settings_for")
+    config = load_config(EXAMPLE / "config.yaml", overrides=settings_for(train))
+    assert config.workflow.trainable_targets == targets
+    assert config.roles.adapters == adapters

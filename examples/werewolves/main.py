@@ -1,17 +1,17 @@
-"""Trains the werewolves: `python examples/werewolves/main.py [key=value ...]`, from any folder.
+"""Trains a side: `python examples/werewolves/main.py [--train werewolf] [key=value ...]`, from any folder.
 
 The other roles are scripted. With `DASHSCOPE_API_KEY` set they are played by models behind that service instead.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
-import sys
 from os.path import relpath
 from pathlib import Path
 
 from agentscope.model import ChatModelBase, OpenAIChatModel
-from game import WEREWOLF
+from game import ROLES, WEREWOLF
 from players import scripted_model
 from workflow import Werewolves
 
@@ -31,15 +31,27 @@ def service_model(role: str, seed: int) -> ChatModelBase:
     )
 
 
+def settings_for(train: str) -> list[str]:
+    """The settings that train these roles; hostile ones need weights of their own."""
+    if train != "all":
+        return [f"workflow.trainable_targets=[{train}]"]
+    roles = ",".join(dict.fromkeys(ROLES))
+    return [f"workflow.trainable_targets=[{roles}]", "roles.adapters=per_role", "model.lora.rank=16"]
+
+
 def main() -> None:
     """Train with `config.yaml`; settings from the command line come on top."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--train", default=WEREWOLF, help="roles, separated by commas; or `all`")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings on top of config.yaml")
+    given = parser.parse_args()
     tune(
         Werewolves(default_model=service_model if os.environ.get("DASHSCOPE_API_KEY") else scripted_model),
         HERE / "config.yaml",
         # Paths in `config.yaml` start at the repository's root; these are the same files, from wherever this is run.
         train_dataset=DatasetConfig(path=relpath(HERE / "data" / "train.jsonl")),
         eval_dataset=DatasetConfig(path=relpath(HERE / "data" / "test.jsonl")),
-        overrides=sys.argv[1:],
+        overrides=[*settings_for(given.train), *given.overrides],
     )
 
 

@@ -10,7 +10,7 @@ import sys
 import time
 
 from game import WEREWOLF, new_game, winner
-from players import GRADES, Grade, ScriptedModel
+from players import GRADES, Grade, ScriptedPlayer
 from workflow import Table, seat
 
 from agentscope_tuner.agentscope_face import quiet_agents
@@ -20,8 +20,8 @@ async def play(seed: int, werewolves: Grade, village: Grade) -> Table:
     """One game between two grades; returns the table when it is over."""
     game = new_game(seed)
 
-    def model(role: str) -> ScriptedModel:
-        return ScriptedModel(werewolves if role == WEREWOLF else village, seed)
+    def model(role: str) -> ScriptedPlayer:
+        return ScriptedPlayer(werewolves if role == WEREWOLF else village, seed)
 
     table = Table(game, {name: seat(game, name, model(role)) for name, role in game.roles.items()})
     await table.play()

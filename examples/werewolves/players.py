@@ -130,7 +130,7 @@ def answer(view: View, grade: Grade, seed: int) -> Answer:
     return side[grade](view, rng)
 
 
-class ScriptedModel(ChatModelBase):
+class ScriptedPlayer(ChatModelBase):
     """A scripted player as a chat model."""
 
     def __init__(self, grade: Grade, seed: int) -> None:
@@ -148,7 +148,7 @@ class ScriptedModel(ChatModelBase):
 
 def scripted_model(role: str, seed: int) -> ChatModelBase:
     """The player of any untrained role."""
-    return ScriptedModel("moderate", seed)
+    return ScriptedPlayer("moderate", seed)
 
 
 # -------------------------------------------------------------------------------------------------- ways to play

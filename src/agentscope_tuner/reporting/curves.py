@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,9 @@ Points = list[tuple[int, float]]
 
 _TRAIN, _GREEDY, _SAMPLED, _FAILED = "#4c78a8", "#d1495b", "#e8a33d", "#8d5a97"
 _INK, _GRID = "#333333", "#e4e4e4"
+_ROLES = ("#6a994e", "#b5838d", "#577590", "#bc6c25", "#7b2cbf", "#2a9d8f")
+_ROLE_REWARD = "reward_mean/"
+_LEGEND_COLUMNS = 4
 
 
 def draw_reward(history: Sequence[StepMetrics], path: Path, title: str) -> None:
@@ -52,7 +56,10 @@ def draw_reward(history: Sequence[StepMetrics], path: Path, title: str) -> None:
                 markeredgewidth=1.2,
                 label=label,
             )
-    rewards.set_title(title, loc="left", fontsize=14, fontweight="bold", color=_INK, pad=34, parse_math=False)
+    _draw_roles(rewards, history)
+    legend_rows = -(-len(rewards.get_legend_handles_labels()[0]) // _LEGEND_COLUMNS)
+    pad = 34 + 16 * max(0, legend_rows - 1)
+    rewards.set_title(title, loc="left", fontsize=14, fontweight="bold", color=_INK, pad=pad, parse_math=False)
     rewards.set_ylabel("reward", fontsize=11, color=_INK)
     rewards.margins(y=0.08)
 
@@ -79,6 +86,15 @@ def draw_reward(history: Sequence[StepMetrics], path: Path, title: str) -> None:
     temporary.replace(path)
 
 
+def _draw_roles(axes: Any, history: Sequence[StepMetrics]) -> None:
+    """A thin line for each role, where there are several."""
+    names = sorted({name for metrics in history for name in metrics.extra if name.startswith(_ROLE_REWARD)})
+    for name, color in zip(names, cycle(_ROLES), strict=False) if len(names) > 1 else ():
+        points = [(metrics.step, metrics.extra[name]) for metrics in history if name in metrics.extra]
+        label = name.removeprefix(_ROLE_REWARD)
+        axes.plot(*zip(*_smooth(points), strict=True), color=color, linewidth=1.2, linestyle="--", label=label)
+
+
 def _style(axes: Any) -> None:
     axes.set_axisbelow(True)
     axes.grid(color=_GRID, linewidth=0.9)
@@ -91,7 +107,7 @@ def _style(axes: Any) -> None:
         axes.legend(
             loc="lower left",
             bbox_to_anchor=(-0.01, 0.995),
-            ncols=4,
+            ncols=_LEGEND_COLUMNS,
             frameon=False,
             fontsize=10,
             labelcolor=_INK,
