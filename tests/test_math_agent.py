@@ -16,7 +16,7 @@ from agentscope_tuner.config import AlgorithmConfig, EngineConfig, load_config
 from agentscope_tuner.engine.learner import Learner
 from agentscope_tuner.readers import load_tasks
 from agentscope_tuner.rollout import Rollout
-from agentscope_tuner.types import Cast, Episode
+from agentscope_tuner.types import Episode
 from agentscope_tuner.workflow import JudgeRunner, WorkflowRunner
 
 ROOT = Path(__file__).parents[1]
@@ -59,7 +59,7 @@ def test_tiny_agent_is_small_and_has_a_card(tiny_agent_dir: Path) -> None:
 
 def test_a_thousand_calls_of_real_episodes_are_trained_as_they_were_sampled(math_agent: type) -> None:
     config = load_config(EXAMPLE / "config.yaml", overrides=DATA)
-    engine, _ = start_engines(config, Cast())
+    engine, _ = start_engines(config)
     judge = JudgeRunner(MathJudge())
     rollout = Rollout(WorkflowRunner(math_agent), judge, engine.model, config.workflow, 0, {})
     groups = asyncio.run(rollout.run(load_tasks(config.train_dataset)[:46], 8, phase="parity"))

@@ -80,8 +80,8 @@ class Engine:
         return cls(loaded, sampler, model)
 
 
-def start_engines(config: TunerConfig, cast: Cast) -> tuple[Engine, dict[str, PolicyModel]]:
-    """The model to train, with the adapters that play, and the frozen ones.
+def start_engines(config: TunerConfig, cast: Cast | None = None) -> tuple[Engine, dict[str, PolicyModel]]:
+    """The model to train, with the adapters of a cast, and the frozen ones.
 
     Raises:
         ModelError: one cannot be loaded, or is not supported.
@@ -90,7 +90,8 @@ def start_engines(config: TunerConfig, cast: Cast) -> tuple[Engine, dict[str, Po
     for model in (config.model, *config.auxiliary_models.values()):
         model_directory(model.model_path)
     prepare_torch(config.seed, config.engine.threads)
-    engine = Engine.start(config.model, config, [role for role, name in cast.adapters.items() if name])
+    adapters = [role for role, name in cast.adapters.items() if name] if cast is not None else []
+    engine = Engine.start(config.model, config, adapters)
     helpers = {name: Engine.start(model, config).model for name, model in config.auxiliary_models.items()}
     # What is loaded now stays; collecting garbage need not look at it again.
     gc.collect()
