@@ -76,7 +76,7 @@ def main(
     end = sorted(engine.loaded.end_of_turn_ids)
 
     def ours(number: int) -> tuple[list[Episode], float]:
-        engine.sampler.weights_changed()  # an empty cache, as after every update
+        engine.sampler.weights_changed(number)  # an empty cache, as after every update
         begun = time.perf_counter()
         batch = tasks[number * TASKS : (number + 1) * TASKS]
         groups = asyncio.run(rollout.run(batch, GROUP, phase=f"round{number}"))
