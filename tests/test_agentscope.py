@@ -28,6 +28,7 @@ from agentscope.token import CharTokenCounter
 from agentscope.tool import Toolkit, ToolResponse
 from pydantic import BaseModel, Field
 from safetensors.torch import load_file
+from scripted_tools import Script
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -49,7 +50,6 @@ from agentscope_tuner.policy import Sample, SamplingParams
 from agentscope_tuner.recorder import PolicyModel, Recorder
 from agentscope_tuner.reporting import read_episodes
 from agentscope_tuner.rollout import Rollout
-from agentscope_tuner.testing import ScriptedPolicy
 from agentscope_tuner.types import Episode, Task
 from agentscope_tuner.workflow import WorkflowRunner
 
@@ -61,26 +61,6 @@ FORMATTERS = [*CHAT_FORMATTERS, OpenAIMultiAgentFormatter, DashScopeMultiAgentFo
 @pytest.fixture(scope="module")
 def renderer(tiny_model_dir: Path) -> ChatRenderer:
     return ChatRenderer(AutoTokenizer.from_pretrained(tiny_model_dir))
-
-
-class Script(ScriptedPolicy):
-    """Says one line after the other, and remembers what it was asked."""
-
-    def __init__(self, renderer: ChatRenderer, *lines: str) -> None:
-        self.renderer = renderer
-        self.prompts: list[str] = []
-        self.params: list[SamplingParams] = []
-        rest = iter(lines)
-
-        def reply(prompt: str, episode_id: str) -> str:
-            self.prompts.append(prompt)
-            return next(rest)
-
-        super().__init__(renderer, reply)
-
-    async def sample(self, prompt_ids: list[int], params: SamplingParams, **rest: Any) -> Sample:
-        self.params.append(params)
-        return await super().sample(prompt_ids, params, **rest)
 
 
 def model_of(policy: Script, params: SamplingParams) -> PolicyModel:

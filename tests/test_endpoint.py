@@ -20,6 +20,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from scripted_tools import Script
 from transformers import AutoTokenizer
 
 from agentscope_tuner import Endpoint, ModelTuner, TunerModelConfig
@@ -53,23 +54,10 @@ def renderer(tiny_model_dir: Path) -> ChatRenderer:
     return ChatRenderer(AutoTokenizer.from_pretrained(tiny_model_dir))
 
 
-class Script(ScriptedPolicy):
+class PlacedScript(Script):
     """Says one line after the other, with log-probabilities that tell places apart."""
 
-    def __init__(self, renderer: ChatRenderer, *lines: str) -> None:
-        self.renderer = renderer
-        self.params: list[SamplingParams] = []
-        self.prompts: list[str] = []
-        rest = iter(lines)
-
-        def reply(prompt: str, episode_id: str) -> str:
-            self.prompts.append(prompt)
-            return next(rest)
-
-        super().__init__(renderer, reply)
-
     async def sample(self, prompt_ids: list[int], params: SamplingParams, **rest: Any) -> Sample:
-        self.params.append(params)
         sample = await super().sample(prompt_ids, params, **rest)
         logprobs = [-0.25 * (place + len(self.params)) for place in range(len(sample.token_ids))]
         return Sample(sample.token_ids, logprobs, sample.finish_reason, 7)
@@ -185,7 +173,7 @@ def test_an_answer_is_what_was_recorded(renderer: ChatRenderer) -> None:
         answers.append(ChatCompletion.model_validate(response.json(), strict=True))
 
     answers: list[ChatCompletion] = []
-    episode = finish(Script(renderer, "It is 5."), renderer, work)
+    episode = finish(PlacedScript(renderer, "It is 5."), renderer, work)
     ((answer,), (call,)) = (answers, episode.calls)
     (choice,) = answer.choices
     assert (choice.message.role, choice.message.content) == ("assistant", "It is 5.")
@@ -208,7 +196,7 @@ def test_a_stream_is_what_was_recorded(renderer: ChatRenderer) -> None:
         assert response.headers["content-type"].startswith("text/event-stream")
         got.extend(response.text.removesuffix("\n\n").split("\n\n"))
 
-    episode = finish(Script(renderer, "Fünf - 五."), renderer, work)
+    episode = finish(PlacedScript(renderer, "Fünf - 五."), renderer, work)
     assert got.pop() == "data: [DONE]"
     chunks = [ChatCompletionChunk.model_validate_json(event.removeprefix("data: "), strict=True) for event in got]
     assert text_of(chunks) == episode.calls[0].text == "Fünf - 五."
@@ -223,7 +211,7 @@ def test_a_stream_is_what_was_recorded(renderer: ChatRenderer) -> None:
 
 @pytest.mark.parametrize("streamed", [False, True])
 def test_tools_are_called_and_answered(renderer: ChatRenderer, streamed: bool) -> None:
-    policy = Script(renderer, "Let me see. " + write_reply("", [("add", {"a": 2, "b": "é"})]), "It is 5.")
+    policy = PlacedScript(renderer, "Let me see. " + write_reply("", [("add", {"a": 2, "b": "é"})]), "It is 5.")
     seen: list[Any] = []
 
     async def work(model: ModelTuner) -> None:
@@ -271,7 +259,7 @@ def test_tool_choice(renderer: ChatRenderer, choice: Any) -> None:
         chunks = await stream(model, tools=[ADD], tool_choice=choice)
         assert text_of(chunks) == (line if choice == "none" else "")
 
-    finish(Script(renderer, line, line), renderer, work)
+    finish(PlacedScript(renderer, line, line), renderer, work)
 
 
 def test_a_tool_call_of_half_characters_can_be_sent_back(renderer: ChatRenderer) -> None:
@@ -282,7 +270,7 @@ def test_a_tool_call_of_half_characters_can_be_sent_back(renderer: ChatRenderer)
             message = (await create(model, **options)).choices[0].message
             await create(model, [*HELLO, message], **options)
 
-    finish(Script(renderer, line, "Fine.", line, "Fine."), renderer, work)
+    finish(PlacedScript(renderer, line, "Fine.", line, "Fine."), renderer, work)
 
 
 def test_three_choices_are_three_calls(renderer: ChatRenderer) -> None:
@@ -297,7 +285,7 @@ def test_three_choices_are_three_calls(renderer: ChatRenderer) -> None:
         assert chunks[-1].usage.prompt_tokens == answer.usage.prompt_tokens
         assert chunks[-1].usage.completion_tokens == 5 + 2 + 3
 
-    policy = Script(renderer, "a", "bb", "ccc", "dddd", "e", "ff")
+    policy = PlacedScript(renderer, "a", "bb", "ccc", "dddd", "e", "ff")
     episode = finish(policy, renderer, work)
     assert [call.text for call in episode.calls] == ["a", "bb", "ccc", "dddd", "e", "ff"]
     assert len({params.seed for params in policy.params}) == 6
@@ -313,7 +301,7 @@ def test_logprobs_are_the_recorded_ones(renderer: ChatRenderer) -> None:
         pieces = [chunk.choices[0].logprobs for chunk in chunks]
         found.append([token for piece in pieces if piece for token in piece.content])
 
-    episode = finish(Script(renderer, "So é.", "So é."), renderer, work)
+    episode = finish(PlacedScript(renderer, "So é.", "So é."), renderer, work)
     for tokens, call in zip(found, episode.calls, strict=True):
         assert [token.logprob for token in tokens] == call.logprobs
         assert [token.token for token in tokens] == [renderer.decode([i]) for i in call.completion_ids]
@@ -327,13 +315,13 @@ def test_stop_strings_end_the_text_and_are_recorded(renderer: ChatRenderer) -> N
         assert (await create(model, stop="STOP")).choices[0].message.content == "One"
         assert text_of(await stream(model, stop=["STOP", "never"])) == "One"
 
-    episode = finish(Script(renderer, "One STOP two", "One STOP two"), renderer, work)
+    episode = finish(PlacedScript(renderer, "One STOP two", "One STOP two"), renderer, work)
     for call in episode.calls:
         assert renderer.decode(call.completion_ids).startswith("One STOP")
 
 
 def test_sampling_options_reach_the_policy(renderer: ChatRenderer) -> None:
-    policy = Script(renderer, "One two", "One", "One")
+    policy = PlacedScript(renderer, "One two", "One", "One")
 
     async def work(model: ModelTuner) -> None:
         answer = await create(model, temperature=0.5, top_p=0.9, max_tokens=3, user="me", presence_penalty=0)
@@ -347,7 +335,7 @@ def test_sampling_options_reach_the_policy(renderer: ChatRenderer) -> None:
 
 
 def test_all_forms_of_messages(renderer: ChatRenderer) -> None:
-    policy = Script(renderer, "Fine.")
+    policy = PlacedScript(renderer, "Fine.")
     messages = [
         {"role": "developer", "content": "Be kind."},
         {"role": "user", "content": [{"type": "text", "text": "One"}, {"type": "text", "text": "two"}]},
@@ -380,7 +368,7 @@ def test_thinking_is_not_text(renderer: ChatRenderer, tiny_model_dir: Path, open
         extras = [chunk.choices[0].delta.model_extra for chunk in chunks]
         assert [extra for extra in extras if extra] == [{"reasoning_content": "2 and 3"}]
 
-    episode = finish(Script(renderer, line, line), renderer, work)
+    episode = finish(PlacedScript(renderer, line, line), renderer, work)
     assert episode.calls[0].text == line
 
 
@@ -388,7 +376,7 @@ def test_text_that_turns_out_to_be_thinking_is_not_taken_back(renderer: ChatRend
     async def work(model: ModelTuner) -> None:
         assert text_of(await stream(model)) == "2 and 3It is 5."
 
-    finish(Script(renderer, "2 and 3</think>It is 5."), renderer, work)
+    finish(PlacedScript(renderer, "2 and 3</think>It is 5."), renderer, work)
 
 
 def test_a_broken_tool_call_is_streamed_as_text(renderer: ChatRenderer) -> None:
@@ -399,7 +387,7 @@ def test_a_broken_tool_call_is_streamed_as_text(renderer: ChatRenderer) -> None:
         assert text_of(chunks) == line
         assert chunks[-1].choices[0].finish_reason == "stop"
 
-    finish(Script(renderer, line), renderer, work)
+    finish(PlacedScript(renderer, line), renderer, work)
 
 
 def test_models(renderer: ChatRenderer) -> None:
@@ -411,7 +399,7 @@ def test_models(renderer: ChatRenderer) -> None:
             answer = await client.chat.completions.create(model="gpt-like", messages=HELLO)
             assert answer.model == "gpt-like"
 
-    finish(Script(renderer, "Fine."), renderer, work)
+    finish(PlacedScript(renderer, "Fine."), renderer, work)
 
 
 # ----------------------------------------------------------------------------------------------- refused requests
@@ -489,7 +477,7 @@ def test_a_request_that_cannot_be_served(
         assert message in error["message"]
         assert (await post(endpoint, FINE)).status_code == 200, "the episode goes on"
 
-    (call,) = finish(Script(renderer, "Fine."), renderer, work).calls
+    (call,) = finish(PlacedScript(renderer, "Fine."), renderer, work).calls
     assert call.text == "Fine."
 
 
@@ -502,7 +490,7 @@ def test_other_routes(renderer: ChatRenderer) -> None:
             assert "is not served; use `POST /v1/chat/completions`" in response.json()["error"]["message"]
         await create(model)
 
-    finish(Script(renderer, "Fine."), renderer, work)
+    finish(PlacedScript(renderer, "Fine."), renderer, work)
 
 
 def test_a_template_that_refuses(renderer: ChatRenderer, tiny_model_dir: Path) -> None:
@@ -518,7 +506,7 @@ def test_a_template_that_refuses(renderer: ChatRenderer, tiny_model_dir: Path) -
         await create(model)
 
     strict = ChatRenderer(tokenizer)
-    finish(Script(strict, "Fine."), strict, work)
+    finish(PlacedScript(strict, "Fine."), strict, work)
 
 
 def test_what_nobody_foresaw(renderer: ChatRenderer, caplog: pytest.LogCaptureFixture) -> None:
@@ -573,7 +561,7 @@ def test_keys(renderer: ChatRenderer) -> None:
         assert endpoint.api_key not in repr(endpoint)
         keys.append(endpoint)
 
-    policy = Script(renderer, "One.", "Two.")
+    policy = PlacedScript(renderer, "One.", "Two.")
     episodes = play(model_of(policy, renderer), work, episodes=2, max_concurrency=1)
     assert [[call.text for call in episode.calls] for episode in episodes] == [["One."], ["Two."]]
     assert keys[0].base_url == keys[1].base_url, "one server for all episodes"
@@ -593,7 +581,7 @@ def test_no_key_is_written_down(renderer: ChatRenderer, tmp_path: Path, caplog: 
         response = await post(endpoint, {**FINE, "model": "other"})
         response.raise_for_status()
 
-    (episode,) = play(model_of(Script(renderer, "Fine."), renderer), work)
+    (episode,) = play(model_of(PlacedScript(renderer, "Fine."), renderer), work)
     assert episode.error is not None
     assert episode.error.kind == "HTTPStatusError"
     folder = RunFolder(tmp_path / "run")
@@ -687,7 +675,7 @@ def test_a_client_that_goes_away_before_it_has_asked(renderer: ChatRenderer, cap
         await writer.wait_closed()
         await create(model)
 
-    finish(Script(renderer, "Fine."), renderer, work)
+    finish(PlacedScript(renderer, "Fine."), renderer, work)
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
@@ -733,7 +721,7 @@ def test_the_event_loops_end_closes_a_server_that_nobody_closed(renderer: ChatRe
             await create(model)
         return 1.0
 
-    policy = Script(renderer, "Fine.", "Fine.")
+    policy = PlacedScript(renderer, "Fine.", "Fine.")
     rollout = Rollout(WorkflowRunner(workflow), None, model_of(policy, renderer), WorkflowConfig(), 0, {})
     for question in ("ask", "", "ask"):  # the second never gives the server a turn to start
         (group,) = asyncio.run(rollout.run([Task(main_query=question)], 1, phase="test"))
@@ -750,7 +738,7 @@ def test_signals_stay_as_they_are(renderer: ChatRenderer) -> None:
         await create(model)
         assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == inside
 
-    finish(Script(renderer, "Fine."), renderer, work)
+    finish(PlacedScript(renderer, "Fine."), renderer, work)
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
 
@@ -765,13 +753,13 @@ def test_each_role_has_an_endpoint_of_its_own(renderer: ChatRenderer) -> None:
             async with client_of(endpoint) as client:
                 await client.chat.completions.create(model=endpoint.model, messages=HELLO)
 
-    episode = finish(Script(renderer, "a", "b", "c"), renderer, work, trainable_targets=["wolf", "seer"])
+    episode = finish(PlacedScript(renderer, "a", "b", "c"), renderer, work, trainable_targets=["wolf", "seer"])
     assert [call.role for call in episode.calls] == ["wolf", "seer", "wolf"]
     assert episode.reward == {"wolf": 1.0, "seer": 1.0}
 
 
 def test_roles_without_an_endpoint(renderer: ChatRenderer) -> None:
-    policy = Script(renderer)
+    policy = PlacedScript(renderer)
 
     async def unknown(model: ModelTuner) -> None:
         model.endpoint("wolf")
@@ -802,8 +790,8 @@ def test_auxiliary_models_have_endpoints_too(renderer: ChatRenderer) -> None:
         return 1.0
 
     async def run() -> Episode:
-        trained = model_of(Script(renderer, "Trained."), renderer)
-        grader = model_of(Script(renderer, "Right."), renderer)
+        trained = model_of(PlacedScript(renderer, "Trained."), renderer)
+        grader = model_of(PlacedScript(renderer, "Right."), renderer)
         rollout = Rollout(WorkflowRunner(workflow), None, trained, WorkflowConfig(), 0, {"grader": grader})
         async with aclosing(rollout):
             (group,) = await rollout.run([Task(main_query="Go.")], 1, phase="test")
@@ -859,7 +847,7 @@ def test_a_client_in_another_process(renderer: ChatRenderer) -> None:
         said, _ = await process.communicate(given.encode())
         assert (process.returncode, said.decode()) == (0, "It is 5.")
 
-    (call,) = finish(Script(renderer, "It is 5."), renderer, work).calls
+    (call,) = finish(PlacedScript(renderer, "It is 5."), renderer, work).calls
     assert call.text == "It is 5."
 
 
