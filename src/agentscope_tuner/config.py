@@ -242,7 +242,8 @@ class EngineConfig(_Config):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of weights and activations."""
     fast_decoder: bool = True
-    """Use the fused decoder for the families that have one (checked against the model at start)."""
+    """Use the fused decoder for the families that have one, and compiled attention where the machine has a C++
+    compiler; both are checked at start."""
     max_slots: int = Field(default=128, ge=1)
     """Sequences decoded, or kept for their next turn, at the same time."""
     kv_cache_gb: float = Field(default=4.0, gt=0.0)

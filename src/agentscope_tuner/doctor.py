@@ -82,7 +82,7 @@ def diagnose(*, quick: bool = False, folder: Path | None = None) -> list[Check]:
     model = Path(str(files("agentscope_tuner") / "assets" / "tiny-agent"))
     checks.append(check_model_files(model))
     if not quick and all(check.status != "missing" for check in checks):
-        checks.append(measure_speed("tiny-agent"))
+        checks += [check_kernels(), measure_speed("tiny-agent")]
     folder = folder or Path.cwd()
     checks += [check_writable(folder), _check_disk(folder), _check_memory()]
     checks += [Check(name, "ok", _optional(name, purpose)) for name, purpose in _OPTIONAL.items()]
@@ -101,6 +101,16 @@ def show(checks: list[Check], console: Console) -> None:
     console.print(Text("\nTo put it right:" if ill else "\nEverything a run needs is here."))
     for check in ill:
         console.print(Text(f"  {check.name}:\n    {check.remedy}"), soft_wrap=True)
+
+
+def check_kernels() -> Check:
+    """Could the compiled kernels be built?"""
+    from agentscope_tuner.engine.native import native_kernels
+
+    found = (
+        "built" if native_kernels() else "not built, for want of g++ or clang++: long contexts are sampled more slowly"
+    )
+    return Check("compiled kernels", "ok", found)
 
 
 # --------------------------------------------------------------------------------------------- Python, packages

@@ -1,8 +1,8 @@
 """Attention over the two layouts this engine works with, plugged into transformers' own modules.
 
 A *layout* says which keys each query sees. The sampler's (`SlotLayout`) reads and extends a key-value cache; the
-learner's (`TreeLayout`) attends along the branches of a prefix tree. Both are explicit batched matrix products, with
-the query heads that share a key-value head folded into the rows, so keys and values are never repeated.
+learner's (`tree_attention.TreeLayout`) attends along the branches of a prefix tree. Both are explicit batched matrix
+products, with the query heads that share a key-value head folded into the rows, so keys and values are never repeated.
 
 Shapes: B batch, H query heads, K key-value heads, G = H // K, N new tokens, T cached tokens, P shared-prefix tokens,
 d head size.
@@ -15,11 +15,16 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from agentscope_tuner.algorithms.packing import PackedTree
+from agentscope_tuner.engine.native import NativeKernels
 from agentscope_tuner.errors import ModelError
 
 ATTENTION_NAME = "agentscope_tuner"
 
+CHUNK = 128
+"""Most queries of one sequence whose scores are computed at once: more do not fit into a processor's cache."""
+_BY_ROW = 16384
+"""From so many numbers per sequence on, copying keys (or values) of a batch together costs more than going row by row
+(measured on two cores: 250 tokens of 64 numbers)."""
 MASKED = -1e30
 """Added to masked scores. Finite, so that a row with nothing to see stays finite too."""
 
@@ -53,7 +58,8 @@ def attention(
     return layout.attend(module.layer_idx, query, key, value, scaling or query.shape[-1] ** -0.5), None  # type: ignore[arg-type]
 
 
-def _softmax(scores: Tensor, like: Tensor) -> Tensor:
+def softmax(scores: Tensor, like: Tensor) -> Tensor:
+    """Over the last dimension, in float32, in the type of `like`."""
     return torch.softmax(scores, -1, dtype=torch.float32).to(like.dtype)
 
 
@@ -67,7 +73,7 @@ class CausalLayout:
         rows = (q * scaling).reshape(b, kv, h // kv * n, d)
         scores = (rows @ k.transpose(2, 3)).view(b, kv, h // kv, n, n)
         scores = scores + torch.full((n, n), MASKED, dtype=scores.dtype, device=q.device).triu_(1)
-        p = _softmax(scores, v).view(b, kv, h // kv * n, n)
+        p = softmax(scores, v).view(b, kv, h // kv * n, n)
         return (p @ v).view(b, h, n, d).transpose(1, 2)
 
 
@@ -77,11 +83,23 @@ class KVCache:
     A slot's sequence is its trunk followed by its own tokens; only the latter are stored in the slot.
     """
 
-    def __init__(self, layers: int, kv_heads: int, head_dim: int, slots: int, limit: int, like: Tensor) -> None:
+    def __init__(
+        self,
+        layers: int,
+        kv_heads: int,
+        head_dim: int,
+        slots: int,
+        limit: int,
+        like: Tensor,
+        kernels: NativeKernels | None = None,
+    ) -> None:
         self.slots = slots
+        self.kernels = kernels if like.dtype == torch.float32 and like.device.type == "cpu" else None
         self.limit = limit
         """Most own tokens a slot may ever hold."""
         self.capacity = 0
+        self.token_size = kv_heads * head_dim
+        """Numbers per token, in the keys as in the values of one layer."""
         self._shape = (kv_heads, head_dim)
         self._like = like
         self.keys: list[Tensor] = []
@@ -128,24 +146,34 @@ class SlotGroup:
         trunk: list[tuple[Tensor, Tensor]] | None,
         slots: list[int],
         starts: list[int],
+        counts: list[int],
         new: int,
-        device: torch.device,
-        capacity: int,
+        cache: KVCache,
     ) -> None:
-        """Prepare indices and mask for `new` tokens per row, from own position `starts` on."""
+        """Prepare indices and mask for `new` tokens per row, `counts` of them real, from own position `starts` on."""
+        device, capacity = cache.keys[0].device, cache.capacity
         self.trunk = trunk
         self.rows = len(slots)
+        self.spans = list(zip(slots, starts, counts, strict=True))
+        """Each row's slot, how many own tokens it has, and how many come new."""
         # Neighbouring slots are read as a view; others have to be gathered.
         self.contiguous = (
             slice(slots[0], slots[0] + len(slots)) if slots == list(range(slots[0], slots[0] + len(slots))) else None
         )
         self.slots = torch.tensor(slots, device=device)
+        self.kernels = cache.kernels if new == 1 else None
         # (B, N); padding at the end of the context would run out of the slot. What it overwrites there is not read:
         # a row that is padded has fewer tokens than that.
         self.own = (torch.tensor(starts, device=device)[:, None] + torch.arange(new, device=device)).clamp_(
             max=capacity - 1
         )
         self.keys = min(max(starts) + new, capacity)
+        self.lengths = self.own[:, 0] + 1
+        self.by_row = (
+            device.type == "cpu" and (self.contiguous is None or new > 1) and cache.token_size * self.keys > _BY_ROW
+        )
+        if self.by_row or self.kernels is not None:
+            return
         visible = torch.arange(self.keys, device=device) <= self.own[:, :, None]
         self.mask = torch.zeros(visible.shape, device=device).masked_fill_(~visible, MASKED)[:, None, None]
 
@@ -175,73 +203,50 @@ class SlotLayout:
         where = (group.slots[:, None], slice(None), group.own)
         keys[where] = k.transpose(1, 2)
         values[where] = v.transpose(1, 2)
+        if group.kernels is not None:
+            trunk = group.trunk[layer] if group.trunk is not None else None
+            out = group.kernels.decode_attention(q[:, :, 0], keys, values, group.slots, group.lengths, trunk)
+            return out[:, None]
+        if group.by_row:
+            return self._attend_rows(layer, group, q)
         own = group.contiguous if group.contiguous is not None else group.slots
         own_keys, own_values = keys[own, :, : group.keys], values[own, :, : group.keys]  # (B, K, T, d)
         q = q.reshape(b, kv, g * n, d)
         scores = (q @ own_keys.transpose(2, 3)).view(b, kv, g, n, -1) + group.mask
         scores = scores.view(b, kv, g * n, -1)
         if group.trunk is None:
-            out = _softmax(scores, v) @ own_values
+            out = softmax(scores, v) @ own_values
         else:
             trunk_keys, trunk_values = group.trunk[layer]  # (K, P, d)
             p = trunk_keys.shape[1]
             folded = q.transpose(0, 1).reshape(kv, b * g * n, d)
             trunk_scores = (folded @ trunk_keys.transpose(1, 2)).view(kv, b, g * n, p).transpose(0, 1)
-            weights = _softmax(torch.cat([trunk_scores, scores], -1), v)
+            weights = softmax(torch.cat([trunk_scores, scores], -1), v)
             from_trunk = weights[..., :p].transpose(0, 1).reshape(kv, b * g * n, p) @ trunk_values
             out = from_trunk.view(kv, b, g * n, d).transpose(0, 1) + weights[..., p:] @ own_values
         return out.reshape(b, h, n, d).transpose(1, 2)
 
-
-class TreeLayout:
-    """Every token of a prefix tree sees its ancestors; one packed row holds the whole tree.
-
-    Siblings are padded to one length and attended together: to the tokens they share once, to their own with a causal
-    mask.
-    """
-
-    def __init__(self, tree: PackedTree, device: torch.device) -> None:
-        self._families: list[tuple[int, Tensor, Tensor, Tensor]] = []
-        source = torch.empty(len(tree.ids), dtype=torch.long)
-        offset = 0
-        for family in tree.families:
-            n, longest = len(family.spans), max(end - start for start, end in family.spans)
-            spans = torch.tensor(family.spans)
-            index = spans[:, :1] + torch.arange(longest)
-            real = index < spans[:, 1:]
-            source[index[real]] = offset + real.flatten().nonzero()[:, 0]
-            offset += n * longest
-            index = torch.where(real, index, spans[:, :1])  # padding repeats a real token; its output is dropped
-            causal = torch.full((longest, longest), MASKED).triu_(1)
-            path = torch.tensor(family.path, dtype=torch.long)
-            self._families.append((n, index.flatten().to(device), path.to(device), causal.to(device)))
-        self._source = source.to(device)
-        """Where each packed token's output lies among the padded ones."""
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
-        """The batch has one row: the packed tree."""
-        _, h, _, d = q.shape
-        kv = k.shape[1]
-        g = h // kv
-        # Tokens first: gathering rows, and scattering their gradients back, is then one contiguous copy each.
-        q, k, v = ((x[0].transpose(0, 1).flatten(1)) for x in (q * scaling, k, v))
-        outs = []
-        for n, index, path, causal in self._families:
-            own_q = q.index_select(0, index).view(n, -1, kv, g, d).permute(2, 0, 3, 1, 4)  # (K, n, G, C, d)
-            own_k = k.index_select(0, index).view(n, -1, kv, d).permute(2, 0, 1, 3)  # (K, n, C, d)
-            own_v = v.index_select(0, index).view(n, -1, kv, d).permute(2, 0, 1, 3)
-            c, p = own_k.shape[2], len(path)
-            folded = own_q.reshape(kv, n, g * c, d)
-            scores = (folded @ own_k.transpose(2, 3)).view(kv, n, g, c, c) + causal
-            scores = scores.view(kv, n, g * c, c)
-            if p:
-                path_k = k.index_select(0, path).view(p, kv, d).permute(1, 2, 0)  # (K, d, P)
-                path_v = v.index_select(0, path).view(p, kv, d).transpose(0, 1)  # (K, P, d)
-                path_scores = (folded.reshape(kv, n * g * c, d) @ path_k).view(kv, n, g * c, p)
-                weights = _softmax(torch.cat([path_scores, scores], -1), v)
-                from_path = weights[..., :p].reshape(kv, n * g * c, p) @ path_v
-                out = from_path.view(kv, n, g * c, d) + weights[..., p:] @ own_v
-            else:
-                out = _softmax(scores, v) @ own_v
-            outs.append(out.view(kv, n, g, c, d).permute(1, 3, 0, 2, 4).reshape(n * c, h * d))
-        return torch.cat(outs).index_select(0, self._source).view(1, -1, h, d)
+    def _attend_rows(self, layer: int, group: SlotGroup, q: Tensor) -> Tensor:
+        """The same for long sequences: one after the other, reading keys and values where they are."""
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        kv = keys.shape[1]
+        q = q.unflatten(1, (kv, -1))  # (B, K, G, N, d)
+        out = torch.zeros_like(q)
+        for row, (slot, start, count) in enumerate(group.spans):
+            for first in range(0, count, CHUNK):
+                n = min(CHUNK, count - first)
+                own = start + first + n
+                pieces = [(keys[slot, :, :own], values[slot, :, :own])]
+                if group.trunk is not None:
+                    pieces.insert(0, group.trunk[layer])
+                chunk = q[row, :, :, first : first + n]
+                scores = [chunk.flatten(1, 2) @ k.transpose(1, 2) for k, _ in pieces]
+                if n > 1:
+                    mask = torch.full((n, n), MASKED, dtype=q.dtype, device=q.device).triu_(1)
+                    scores[-1].unflatten(1, (-1, n))[..., -n:] += mask
+                weights = softmax(torch.cat(scores, -1) if len(scores) > 1 else scores[0], q)
+                seen = weights.split([k.shape[1] for k, _ in pieces], -1)
+                out[row, :, :, first : first + n] = sum(
+                    (w @ v for w, (_, v) in zip(seen, pieces, strict=True)), torch.zeros(())
+                ).unflatten(1, (-1, n))
+        return out.flatten(1, 2).transpose(1, 2)

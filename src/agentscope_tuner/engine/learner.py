@@ -22,8 +22,8 @@ from agentscope_tuner.algorithms.distributions import temper, truncate
 from agentscope_tuner.algorithms.losses import entropy, k3_divergence, policy_loss
 from agentscope_tuner.algorithms.packing import PackedTree, pack
 from agentscope_tuner.config import AlgorithmConfig, EngineConfig
-from agentscope_tuner.engine.attention import TreeLayout
 from agentscope_tuner.engine.models import LoadedModel
+from agentscope_tuner.engine.tree_attention import TreeLayout
 from agentscope_tuner.errors import ParityError
 from agentscope_tuner.types import ModelCall
 

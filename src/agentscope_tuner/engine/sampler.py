@@ -26,6 +26,7 @@ from agentscope_tuner.config import EngineConfig
 from agentscope_tuner.engine.attention import KVCache, SlotGroup, SlotLayout
 from agentscope_tuner.engine.decoder import Decoder, choose_decoder
 from agentscope_tuner.engine.models import LoadedModel
+from agentscope_tuner.engine.native import native_kernels
 from agentscope_tuner.errors import ConfigError, PromptTooLongError
 from agentscope_tuner.policy import Sample, SamplingParams
 
@@ -110,7 +111,10 @@ class Sampler:
             )
         self._decoder: Decoder = choose_decoder(loaded, slots, fused=engine.fast_decoder)
         like = torch.empty(0, dtype=loaded.model.dtype, device=self._device)
-        self._cache = KVCache(config.num_hidden_layers, kv_heads, head_dim, slots, loaded.max_model_len + 1, like)
+        kernels = native_kernels() if engine.fast_decoder and self._device.type == "cpu" else None
+        self._cache = KVCache(
+            config.num_hidden_layers, kv_heads, head_dim, slots, loaded.max_model_len + 1, like, kernels
+        )
         self._heads: int = config.num_attention_heads
         self._prefill_tokens = engine.prefill_tokens
         self._patience = self._most_patience = engine.patience_ms / 1000
@@ -453,6 +457,7 @@ class Sampler:
         groups: list[SlotGroup] = []
         positions: list[int] = []
         speakers: list[tuple[str, int]] = []
+        new = iter(counts)
         for _, run in itertools.groupby(slots, key=lambda slot: (slot.adapter, id(slot.trunk))):
             members = list(run)
             speakers.append((members[0].adapter, len(members)))
@@ -463,9 +468,9 @@ class Sampler:
                     trunk.cache if trunk else None,
                     [slot.index for slot in members],
                     starts,
+                    list(itertools.islice(new, len(members))),
                     width,
-                    self._device,
-                    self._cache.capacity,
+                    self._cache,
                 )
             )
             offset = len(trunk.ids) if trunk else 0

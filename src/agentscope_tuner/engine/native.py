@@ -1,0 +1,129 @@
+"""Compiled kernels: built once with the machine's own compiler, checked, and done without where that fails."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+SOURCE = Path(__file__).with_name("native.cpp")
+_COMPILE = ["-c", "-fPIC", "-O3", "-march=native", "-ffast-math", "-fopenmp"]
+_TOLERANCE = 1e-5
+
+
+class NativeKernels:
+    """What `native.cpp` offers, on tensors."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._decode_attention = library.decode_attention
+        self._decode_attention.restype = None
+        self._decode_attention.argtypes = [ctypes.c_void_p] * 8 + [ctypes.c_int64] * 6
+
+    def decode_attention(
+        self,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        slots: Tensor,
+        lengths: Tensor,
+        trunk: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """Outputs (B, H, d) of one new token per sequence.
+
+        Args:
+            q: (B, H, d), scaled.
+            keys: (slots, K, capacity, d).
+            values: like `keys`.
+            slots: (B,) where each sequence lies.
+            lengths: (B,) how many of the slot's tokens it sees.
+            trunk: keys and values (K, P, d) that all of them see first.
+        """
+        tensors = (q.contiguous(), keys, values, *(trunk or (keys[0, :, :0], values[0, :, :0])))
+        q, keys, values, trunk_keys, trunk_values = tensors
+        rows, heads, d = q.shape
+        kv_heads, capacity = keys.shape[1:3]
+        out = torch.empty_like(q)
+        addresses = (x.data_ptr() for x in (q, out, keys, values, trunk_keys, trunk_values, slots, lengths))
+        sizes = (rows, kv_heads, heads // kv_heads, d, capacity, trunk_keys.shape[1])
+        self._decode_attention(*addresses, *sizes)
+        return out
+
+
+@cache
+def native_kernels() -> NativeKernels | None:
+    """The kernels; None where they cannot be built, or do not compute what they should."""
+    try:
+        kernels = NativeKernels(ctypes.CDLL(str(_build())))
+    except (OSError, subprocess.SubprocessError, AttributeError):
+        return None
+    return kernels if _agrees(kernels) else None
+
+
+def _build() -> Path:
+    """Compile into the user's cache; what is there already is used.
+
+    Raises:
+        OSError: there is no compiler, or no place to write.
+        subprocess.SubprocessError: it refuses the source.
+    """
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    if not sys.platform.startswith("linux") or compiler is None:
+        raise OSError("no C++ compiler")
+    # The machine's flags are part of the name: a home folder may be shared by different machines.
+    target = _run([compiler, "-march=native", "-E", "-v", "-", "-o", os.devnull], also_stderr=True)
+    name = hashlib.sha256(SOURCE.read_bytes() + target + " ".join(_COMPILE).encode()).hexdigest()[:16]
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "agentscope-tuner"
+    library = folder / f"native-{name}.so"
+    if not library.exists():
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            compiled, linked = Path(scratch) / "native.o", Path(scratch) / "native.so"
+            _run([compiler, *_COMPILE, str(SOURCE), "-o", str(compiled)])
+            # Linked apart: with `-ffast-math` a linker would switch off denormal numbers in the whole process.
+            _run([compiler, "-shared", str(compiled), *_openmp(), "-o", str(linked)])
+            linked.replace(library)
+    return library
+
+
+def _openmp() -> list[str]:
+    """PyTorch's own OpenMP library: with a second one, two teams of threads would wait for each other's cores."""
+    package = Path(torch.__file__).parent
+    found = [*package.glob("lib/libgomp*"), *package.parent.glob("torch.libs/libgomp*")]
+    return [str(found[0])] if found else ["-fopenmp"]
+
+
+def _run(command: Sequence[str], *, also_stderr: bool = False) -> bytes:
+    done = subprocess.run(command, check=True, capture_output=True, stdin=subprocess.DEVNULL, timeout=120)
+    return done.stdout + (done.stderr if also_stderr else b"")
+
+
+def _agrees(kernels: NativeKernels) -> bool:
+    """Compare with PyTorch on random numbers."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    for kv_heads, group, d, shared in [(2, 3, 32, 0), (1, 1, 80, 7), (2, 4, 128, 33)]:
+        q, keys, values = draw(3, kv_heads * group, d) * d**-0.5, draw(5, kv_heads, 70, d), draw(5, kv_heads, 70, d)
+        trunk = (draw(kv_heads, shared, d), draw(kv_heads, shared, d))
+        slots, lengths = torch.tensor([4, 0, 2]), torch.tensor([70, 1, 41])
+        got = kernels.decode_attention(q, keys, values, slots, lengths, trunk)
+        for row in range(3):
+            at, n = int(slots[row]), int(lengths[row])
+            k = torch.cat([trunk[0], keys[at, :, :n]], 1)
+            v = torch.cat([trunk[1], values[at, :, :n]], 1)
+            expected = torch.softmax(q[row].view(kv_heads, group, d) @ k.transpose(1, 2), -1) @ v
+            if not torch.allclose(got[row], expected.view(-1, d), rtol=_TOLERANCE, atol=_TOLERANCE):
+                return False
+    return True

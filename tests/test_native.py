@@ -1,0 +1,137 @@
+"""Compiled kernels: what they compute, how they are built, and that nothing needs them."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import stat
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from engine_tools import load, start
+
+from agentscope_tuner.engine import attention, native
+from agentscope_tuner.engine.native import native_kernels
+from agentscope_tuner.policy import Sample, SamplingParams
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """An empty cache folder; what other tests built stays as it is."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    native_kernels.cache_clear()
+    yield tmp_path / "agentscope-tuner"
+    native_kernels.cache_clear()
+
+
+def compiler(path: Path, script: str) -> str:
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return str(path)
+
+
+def sampled(tiny_model_dir: Path, prompts: list[list[int]], **engine: object) -> list[Sample]:
+    sampler = start(load(tiny_model_dir), **engine)
+
+    async def everything() -> list[Sample]:
+        params = [SamplingParams(max_tokens=24, seed=i) for i in range(len(prompts))]
+        return await asyncio.gather(
+            *(sampler.sample(prompt, p, episode_id=f"e{p.seed}") for prompt, p in zip(prompts, params, strict=True))
+        )
+
+    return asyncio.run(everything())
+
+
+def difference(ours: list[Sample], others: list[Sample]) -> float:
+    """Largest difference of log-probabilities, if the tokens are the same."""
+    assert [sample.token_ids for sample in ours] == [sample.token_ids for sample in others]
+    return max(
+        (torch.tensor(a.logprobs) - torch.tensor(b.logprobs)).abs().max().item()
+        for a, b in zip(ours, others, strict=True)
+    )
+
+
+@pytest.fixture
+def prompts() -> list[list[int]]:
+    """Some with a common beginning, some without; of very different lengths."""
+    rng = random.Random(0)
+    shared = [rng.randrange(5, 100) for _ in range(90)]
+    tails = [[rng.randrange(5, 100) for _ in range(n)] for n in (3, 40, 150, 7, 260, 33)]
+    return [shared + tail for tail in tails] + [tail[::-1] for tail in tails]
+
+
+@pytest.mark.parametrize("how", ["compiled", "row by row"])
+def test_every_way_of_attention_samples_the_same(
+    how: str, tiny_model_dir: Path, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = sampled(tiny_model_dir, prompts, fast_decoder=False)
+    if how == "compiled":
+        assert native_kernels() is not None
+        calls: list[int] = []
+        compiled = native.NativeKernels.decode_attention
+        monkeypatch.setattr(native.NativeKernels, "decode_attention", lambda *args: calls.append(1) or compiled(*args))
+        assert difference(sampled(tiny_model_dir, prompts), plain) < 1e-5
+        assert calls
+    else:
+        monkeypatch.setattr(attention, "_BY_ROW", 0)
+        monkeypatch.setattr(attention, "CHUNK", 50)
+        assert difference(sampled(tiny_model_dir, prompts, fast_decoder=False), plain) < 1e-5
+
+
+def test_kernels_are_built_once(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = []
+    monkeypatch.setattr(native, "_run", lambda command, **k: runs.append(command) or _run(command, **k))
+    assert native_kernels() is not None
+    assert sum("-c" in command for command in runs) == 1
+    assert [path.suffix for path in fresh.iterdir()] == [".so"]
+    native_kernels.cache_clear()
+    assert native_kernels() is not None
+    assert sum("-c" in command for command in runs) == 1
+
+
+_run = native._run
+
+
+@pytest.mark.parametrize("broken", ["absent", "refuses", "hangs"])
+def test_without_a_compiler_everything_works(
+    broken: str,
+    fresh: Path,
+    tiny_model_dir: Path,
+    prompts: list[list[int]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    expected = sampled(tiny_model_dir, prompts[:4])
+    native_kernels.cache_clear()
+    for library in fresh.iterdir():
+        library.unlink()
+    if broken == "absent":
+        monkeypatch.delenv("CXX", raising=False)
+        monkeypatch.setattr(native.shutil, "which", lambda _: None)
+    elif broken == "refuses":
+        monkeypatch.setenv("CXX", compiler(tmp_path / "cxx", "echo 'error: no' >&2; exit 1"))
+    else:
+        monkeypatch.setenv("CXX", compiler(tmp_path / "cxx", "exec sleep 60"))
+        run = subprocess.run
+        monkeypatch.setattr(native.subprocess, "run", lambda *a, **k: run(*a, **{**k, "timeout": 0.2}))
+    assert native_kernels() is None
+    assert difference(sampled(tiny_model_dir, prompts[:4]), expected) < 1e-5
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_library_that_computes_something_else_is_not_used(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = native.SOURCE.read_text()
+    wrong = fresh.parent / "native.cpp"
+    wrong.write_text(source.replace("const float scale = 1 / sum;", "const float scale = 2 / sum;"))
+    assert wrong.read_text() != source
+    monkeypatch.setattr(native, "SOURCE", wrong)
+    assert native_kernels() is None
+
+
+def test_denormal_numbers_survive(fresh: Path) -> None:
+    assert native_kernels() is not None
+    assert torch.tensor(1e-40).mul(1.0).item() != 0

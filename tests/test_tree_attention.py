@@ -1,0 +1,75 @@
+"""Attention along a prefix tree, against plain attention of each sequence by itself."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from agentscope_tuner.algorithms.packing import pack
+from agentscope_tuner.engine import tree_attention
+from agentscope_tuner.engine.tree_attention import TreeLayout
+
+HEADS, KV_HEADS, SIZE = 6, 2, 8
+
+
+def branching_sequences(rng: random.Random) -> list[list[int]]:
+    """Sequences that share beginnings, with nodes of 1 to 300 tokens."""
+    tokens = lambda: [rng.randrange(50) for _ in range(rng.choice([1, 5, 30, 100, 129, 300]))]  # noqa: E731
+    sequences = [tokens()]
+    while len(sequences) < 12:
+        base = rng.choice(sequences)
+        sequences.append(base[: rng.randrange(len(base) + 1)] + tokens())
+    return sequences
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
+    k, v = (x.repeat_interleave(HEADS // KV_HEADS, 0) for x in (k, v))
+    scores = q @ k.transpose(1, 2) * scaling
+    return torch.softmax(scores.masked_fill(torch.ones_like(scores[0]).triu(1).bool(), -torch.inf), -1) @ v
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("block", [2**8, 2**18])
+def test_outputs_and_gradients_equal_those_of_each_sequence(
+    seed: int, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tree_attention, "BLOCK", block)
+    generator = torch.Generator().manual_seed(seed)
+    sequences = branching_sequences(random.Random(seed))
+    (tree,) = pack(sequences, max_tokens=10**6, min_shared=1)
+    assert any(end - start > tree_attention.CHUNK for family in tree.families for start, end in family.spans)
+    inputs = [
+        torch.randn(1, heads, len(tree.ids), SIZE, dtype=torch.float64, generator=generator, requires_grad=True)
+        for heads in (HEADS, KV_HEADS, KV_HEADS)
+    ]
+    weights = torch.randn(len(tree.ids), HEADS, SIZE, dtype=torch.float64, generator=generator)
+    packed = TreeLayout(tree, torch.device("cpu")).attend(0, *inputs, 0.3)[0]
+    grads = torch.autograd.grad((packed * weights).sum(), inputs)
+
+    alone = torch.zeros_like(packed)
+    for where in map(torch.tensor, tree.where):
+        q, k, v = (x[0][:, where] for x in inputs)
+        # Tokens that several sequences share are written by each of them, with the same values.
+        alone = alone.index_copy(0, where, plain(q, k, v, 0.3).transpose(0, 1))
+    expected = torch.autograd.grad((alone * weights).sum(), inputs)
+    torch.testing.assert_close(packed, alone, rtol=1e-5, atol=1e-6)
+    for grad, reference in zip(grads, expected, strict=True):
+        torch.testing.assert_close(grad, reference, rtol=1e-5, atol=1e-6)
+
+
+def test_scores_are_not_kept_for_the_backward_pass() -> None:
+    (tree,) = pack([list(range(2000))], max_tokens=10**6)
+    q, k, v = (torch.randn(1, heads, 2000, SIZE, requires_grad=True) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    kept = 0
+
+    def count(tensor: Tensor) -> Tensor:
+        nonlocal kept
+        kept += tensor.numel()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+        TreeLayout(tree, torch.device("cpu")).attend(0, q, k, v, 0.3)
+    assert kept < 4 * (q.numel() + k.numel() + v.numel())  # the scores would be 200 times as many
