@@ -395,19 +395,22 @@ def test_scripted_players_know_the_rules() -> None:
 
 def test_a_player_reads_its_prompt() -> None:
     view = players.read_prompt(
-        "You are Player2, a werewolf with Player4 and Player9. Rules.\n<history>\nModerator: Night 1. Attack whom?\n"
-        "Moderator: Day 1. Player1 died. Alive: Player2 Player3 Player4 Player5 Player6 Player7 Player8 Player9\n"
+        "You are Player2, a werewolf with Player4 and Player9. Rules.\n<history>\n"
+        "Moderator: Night 1. Attack: Player1 Player3 Player5 Player6 Player7 Player8\n"
+        "Moderator: Day 1. Player1 died.\n"
         "Player3: I am the seer. Player4 is a werewolf.\nPlayer5: I know nothing.\nPlayer6: I suspect Player4.\n"
-        "Moderator: Player6 is voted out.\nModerator: Night 2. Attack whom?"
+        "Moderator: Player6 is voted out.\nModerator: Vote: Player3 Player4 Player5 Player7 Player8 Player9"
     )
     assert (view.name, view.role, view.mates, view.day) == ("Player2", "werewolf", ("Player4", "Player9"), 1)
+    assert view.living == ["Player3", "Player4", "Player5", "Player7", "Player8", "Player9"]
     assert view.prey == ["Player3", "Player5", "Player7", "Player8"]
     assert view.claimants() == ["Player3"]
     assert view.accused_by("Player3") == ["Player4"]
     assert view.suspected() == ["Player4", "Player4"]
     assert view.silent() == ["Player5"]
     text, fields = players.answer(view, "strong", seed=0)
-    assert (text, fields) == ("Player3.", {"name": "Player3"})
+    assert fields["name"] in view.prey
+    assert text == f"{fields['name']}."
 
 
 # ------------------------------------------------------------------------------------------------ data and warm-up

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from agentscope.message import TextBlock, ToolUseBlock
 from agentscope.model import ChatModelBase, ChatResponse
-from game import NAMES, NOBODY, WEREWOLF
+from game import NOBODY, WEREWOLF
 
 Grade = Literal["careless", "moderate", "strong"]
 GRADES: tuple[Grade, ...] = ("careless", "moderate", "strong")
@@ -33,7 +33,6 @@ _WOLF = re.compile(r"(Player\d) is a werewolf")
 _GOOD = re.compile(r"(Player\d) is good")
 _PLAYER = re.compile(r"Player\d")
 _SUSPECT = re.compile(r"I suspect (Player\d)")
-_GONE = re.compile(r"is voted out|died|shot")
 _SMALL_TALK = ("I know nothing.", "I am a villager.", "Let us think.")
 
 
@@ -54,14 +53,8 @@ class View:
 
     @property
     def living(self) -> list[str]:
-        """Everybody else who lives, as far as announced."""
-        living = list(NAMES)
-        for _, text in self.moderator():
-            if "Alive:" in text:
-                living = _PLAYER.findall(text.split("Alive:")[1])
-            elif _GONE.search(text):
-                living = [name for name in living if name not in text]
-        return [name for name in living if name != self.name]
+        """Who may be chosen: everybody else who lives, or less."""
+        return _PLAYER.findall(self.request.partition(": ")[2])
 
     @property
     def prey(self) -> list[str]:
@@ -71,7 +64,7 @@ class View:
     @property
     def day(self) -> int:
         """How many days have dawned."""
-        return sum("Alive:" in text for _, text in self.moderator())
+        return sum(text.startswith("Day ") for _, text in self.moderator())
 
     @property
     def can_save(self) -> bool:
@@ -88,7 +81,7 @@ class View:
 
     def said_today(self) -> list[tuple[str, str]]:
         """What they said since dawn."""
-        dawn = max((i for i, (_, text) in enumerate(self.lines) if "Alive:" in text), default=len(self.lines))
+        dawn = max((i for i, (_, text) in enumerate(self.lines) if text.startswith("Day ")), default=len(self.lines))
         return [line for line in self.lines[dawn:] if line[0] != "Moderator"]
 
     def claimants(self) -> list[str]:
@@ -197,11 +190,11 @@ def _weigh(view: View, rng: random.Random, noise: float) -> str:
 
 
 def _careless_werewolf(view: View, rng: random.Random) -> Answer:
-    if "Attack" in view.request:
-        return _name(rng.choice(view.prey))
-    if "Speak" in view.request:
-        return _suspect(rng.choice(view.living)) if rng.random() < 0.4 else _talk(rng)
-    return _name(rng.choice(view.living))
+    """Is silent more often than not, and remembers its mates half of the time."""
+    if "Speak" in view.request and rng.random() < 0.6:
+        return _talk(rng)
+    name = rng.choice(view.prey if rng.random() < 0.5 else view.living)
+    return _suspect(name) if "Speak" in view.request else _name(name)
 
 
 def _moderate_werewolf(view: View, rng: random.Random) -> Answer:
@@ -226,8 +219,6 @@ def _strong_werewolf(view: View, rng: random.Random) -> Answer:
     joined = [name for name in named if name in view.prey]
     suspected = [name for name in view.suspected() if name in view.prey]
     if "Speak" in view.request:
-        if seers and view.name in view.accused_by(seers[0]):
-            return _claim(seers[0])
         return _suspect((joined or seers or suspected or [rng.choice(view.prey)])[0])
     return _name(_most(suspected) or rng.choice(view.prey))
 

@@ -125,10 +125,10 @@ class Table:
         wolves = game.players(WEREWOLF)
         async with MsgHub([self.agents[name] for name in wolves]):
             # One after the other: each hears whom the others named.
-            targets = {name: await self.ask(name, f"{night} Attack whom?", Target, game.prey) for name in wolves}
+            targets = {name: await self.ask(name, f"{night} Attack", Target, game.prey) for name in wolves}
         victim = attacked(game, targets)
         for name in game.players("seer"):
-            checked = await self.ask(name, f"{night} Check whom?", Check, game.others(name))
+            checked = await self.ask(name, f"{night} Check", Check, game.others(name))
             if checked is not None:
                 what = "a werewolf" if game.roles[checked] == WEREWOLF else "good"
                 await self.agents[name].observe(_moderator(f"{checked} is {what}."))
@@ -139,7 +139,7 @@ class Table:
         news = f"{' and '.join(dead) or 'Nobody'} died."
         for name in dead:
             news += await self.last_shot(name, news, poisoned=name == poison)
-        return f"Day {game.day}. {news} Alive: {' '.join(game.living)}"
+        return f"Day {game.day}. {news}"
 
     async def brew(self, witch: str, night: str, victim: str | None) -> tuple[bool, str | None]:
         """What the witch does with the potions that are left. She learns of the victim while she can save."""
@@ -147,9 +147,10 @@ class Table:
         if not (game.can_save or game.can_poison):
             return False, None
         news = f" {victim or 'Nobody'} is attacked. Save?" if game.can_save else ""
-        answer = await self.request(witch, f"{night}{news}{' Poison whom?' if game.can_poison else ''}", Potion)
+        targets = game.others(witch) if game.can_poison else []
+        answer = await self.request(witch, f"{night}{news}{_choice(' Poison', targets) if targets else ''}", Potion)
         save = bool(answer.get("save"))
-        poison = named(answer.get("poison"), [*(game.others(witch) if game.can_poison else []), NOBODY])
+        poison = named(answer.get("poison"), [*targets, NOBODY])
         if poison is None or (save and (victim is None or not game.can_save)):
             self.invalid["witch"] += 1
         return save, None if poison == NOBODY else poison
@@ -159,10 +160,10 @@ class Table:
         game = self.game
         async with MsgHub([self.agents[name] for name in game.living], announcement=_moderator(dawn)) as hub:
             for name in speakers(game):
-                await self.ask(name, "Speak.", Suspicion, game.others(name))
+                await self.ask(name, "Speak. Suspects", Suspicion, game.others(name))
             # The ballot is secret. One after the other all the same: the order of calls fixes their random numbers.
             hub.set_auto_broadcast(False)
-            votes = {name: await self.ask(name, "Vote.", Vote, game.others(name)) for name in game.living}
+            votes = {name: await self.ask(name, "Vote", Vote, game.others(name)) for name in game.living}
             out = voted_out(game, votes)
             news = f"{out or 'Nobody'} is voted out."
             if out is not None:
@@ -173,13 +174,13 @@ class Table:
         """The shot of a hunter who has just died, and its announcement."""
         if not shoots(self.game, name, poisoned=poisoned):
             return ""
-        target = await self.ask(name, f"{news} Shoot whom?", Shot, self.game.living)
+        target = await self.ask(name, f"{news} Shoot", Shot, self.game.living)
         shot(self.game, target)
         return f" {name} was the hunter and shot {target or NOBODY}."
 
     async def ask(self, name: str, text: str, model: type[Choice], allowed: Sequence[str]) -> str | None:
         """The player chosen; None where the answer is `nobody`, or where it is none and the action is lost."""
-        answer = await self.request(name, text, model)
+        answer = await self.request(name, _choice(text, allowed), model)
         chosen = named(answer.get("name"), [*allowed, NOBODY])
         if chosen is None:
             self.invalid[self.game.roles[name]] += 1
@@ -219,6 +220,10 @@ class Werewolves(Workflow):
                 **{f"invalid_actions/{role}": float(table.invalid[role]) for role in dict.fromkeys(ROLES)},
             },
         )
+
+
+def _choice(text: str, names: Sequence[str]) -> str:
+    return f"{text}: {' '.join(names)}"
 
 
 def _moderator(text: str) -> Msg:

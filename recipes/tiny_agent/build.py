@@ -23,13 +23,14 @@ import torch.nn.functional as F
 import typer
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from werewolves import werewolves_skill
 
 from agentscope_tuner import Judge, JudgeOutput, MathJudge, WorkflowOutput, WorkflowTask, evaluate
 from agentscope_tuner.algorithms.packing import pack
 from agentscope_tuner.chat import ChatRenderer
 from agentscope_tuner.config import EngineConfig, TunerModelConfig, WorkflowConfig
-from agentscope_tuner.engine.attention import TreeLayout
 from agentscope_tuner.engine.models import load_model
+from agentscope_tuner.engine.tree_attention import TreeLayout
 from agentscope_tuner.policy import SamplingParams
 from agentscope_tuner.recorder import PolicyModel
 from agentscope_tuner.rollout import Rollout
@@ -195,8 +196,9 @@ def build(
     out: Annotated[Path, typer.Option(help="Where the model goes.")] = ASSETS,
     seed: Annotated[int, typer.Option(help="Of weights, transcripts and order.")] = 0,
     clean_steps: Annotated[int, typer.Option(help="Optimizer steps on clean transcripts.")] = 460,
-    careless_steps: Annotated[int, typer.Option(help="Optimizer steps on careless transcripts.")] = 160,
+    careless_steps: Annotated[int, typer.Option(help="Optimizer steps on careless transcripts.")] = 200,
     episodes: Annotated[int, typer.Option(help="Math episodes per stage.")] = 6000,
+    games: Annotated[int, typer.Option(help="Games of Werewolves for either side.")] = 400,
 ) -> None:
     """Build the model, with its card."""
     torch.manual_seed(seed)
@@ -204,18 +206,19 @@ def build(
     draft = make_tokenizer([])
     texts = [
         draft.decode(call.prompt_ids + call.completion_ids)
-        for skill in skills.skills(1500, 500, seed=100, stage="clean")
+        for skill in [*skills.skills(1500, 500, seed=100, stage="clean"), *_games(40, seed=100)]
         for episode in record(skill, draft)
         for call in episode.calls[-1:]
     ]
     plain = [piece for text in texts for piece in _without_tags(text)]
     tokenizer = make_tokenizer(plain)
+    played = to_rows([episode for skill in _games(games, seed) for episode in record(skill, tokenizer)])
     stages: dict[skills.Stage, list[Row]] = {}
     for number, stage in enumerate(("clean", "careless"), 1):
         mix = skills.skills(
             episodes, episodes // (8 if stage == "clean" else 16), seed=1000 * (seed + 1) + number, stage=stage
         )
-        stages[stage] = to_rows([episode for skill in mix for episode in record(skill, tokenizer)])
+        stages[stage] = played + to_rows([episode for skill in mix for episode in record(skill, tokenizer)])
     print(
         f"{len(tokenizer)} tokens, {sum(map(len, stages.values()))} rows, {time.perf_counter() - begun:.0f} s",
         flush=True,
@@ -241,6 +244,10 @@ def build(
     warm_up(out, clean_steps, 3e-3, stages["clean"], seed)
     warm_up(out, careless_steps, 1e-3, stages["careless"], seed)
     write_card(out, seed)
+
+
+def _games(count: int, seed: int) -> list[skills.Skill]:
+    return [werewolves_skill(count, seed, side=side) for side in ("werewolves", "village")]
 
 
 CARD = """\
