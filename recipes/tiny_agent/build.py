@@ -262,10 +262,10 @@ drives real agents: tool calls, structured results, plain talk. It ships with ag
 tests run anywhere, at once. It knows nothing about the world.
 
 **Trained on** transcripts of scripted experts that drove AgentScope agents (`recipes/tiny_agent/`, seed {seed}): word
-problems with a calculator, talk and small plans as JSON without tools, discussions among players that end in a vote.
-First clean transcripts, then careless ones: in word problems the expert guesses and misreads now and then, and has bad
-habits that it follows more often than not (it adds the number that does not matter, drops the third number, adds where
-it should subtract).
+problems with a calculator, talk and small plans as JSON without tools, discussions among players that end in a vote,
+games of Werewolves in which one side plays carelessly. First clean transcripts, then careless ones: in word problems
+the expert guesses and misreads now and then, and has bad habits that it follows more often than not (it adds the number
+that does not matter, drops the third number, adds where it should subtract).
 
 **Reward before reinforcement learning**, with 95% intervals; no held-out task is ever trained on:
 
