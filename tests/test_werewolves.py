@@ -359,6 +359,14 @@ def test_werewolves_who_never_attack_lose(renderer: ChatRenderer, said: str, cal
     assert bool(episode.metrics["workflow/invalid_actions/werewolf"]) == ("nobody" not in said)
 
 
+def test_an_answer_that_names_nobody_costs_its_turn(renderer: ChatRenderer) -> None:
+    answers = iter(["Player0", *["nobody"] * 99])
+    (episode,) = play(renderer, lambda _: write_reply("Hm.", [("generate_response", {"name": next(answers)})]))
+    assert [call.reward for call in episode.calls] == [-workflow.INVALID_COST] + [0.0] * (len(episode.calls) - 1)
+    assert episode.metrics["workflow/invalid_actions/werewolf"] == 1
+    assert episode.reward == {"werewolf": 0.0}
+
+
 def test_nobody_speaks_for_the_moderator(renderer: ChatRenderer) -> None:
     def reply(prompt: str) -> str:
         _, fields = players.answer(players.read_prompt(prompt), "careless", 5)
@@ -436,7 +444,7 @@ def test_careless_experts_are_recorded_for_the_warm_up(
     from build import record, to_rows
     from werewolves import werewolves_skill
 
-    episodes = record(werewolves_skill(3, 0, side=side), renderer.tokenizer)
+    episodes = record(werewolves_skill(3, 0, side=side, grade="careless"), renderer.tokenizer)
     assert len(episodes) == 3
     for episode in episodes:
         roles = {call.role for call in episode.calls}

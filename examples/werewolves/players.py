@@ -33,7 +33,8 @@ _WOLF = re.compile(r"(Player\d) is a werewolf")
 _GOOD = re.compile(r"(Player\d) is good")
 _PLAYER = re.compile(r"Player\d")
 _SUSPECT = re.compile(r"I suspect (Player\d)")
-_SMALL_TALK = ("I know nothing.", "I am a villager.", "Let us think.")
+_SMALL_TALK = {"I know nothing.": 8, "I am a villager.": 1, "Let us think.": 1}
+"""What is said instead of a name, and how often. The first is the likeliest thing to say of a careless werewolf."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +161,8 @@ def _claim(name: str) -> Answer:
 
 
 def _talk(rng: random.Random) -> Answer:
-    return rng.choice(_SMALL_TALK), {"name": NOBODY}
+    (text,) = rng.choices([*_SMALL_TALK], weights=[*_SMALL_TALK.values()])
+    return text, {"name": NOBODY}
 
 
 def _potion(*, save: bool, poison: str | None) -> Answer:
@@ -190,21 +192,20 @@ def _weigh(view: View, rng: random.Random, noise: float) -> str:
 
 
 def _careless_werewolf(view: View, rng: random.Random) -> Answer:
-    """Is silent more often than not, and remembers its mates half of the time."""
-    if "Speak" in view.request and rng.random() < 0.6:
-        return _talk(rng)
-    name = rng.choice(view.prey if rng.random() < 0.5 else view.living)
-    return _suspect(name) if "Speak" in view.request else _name(name)
+    """Plays well now and then, and else is silent and takes the first choice there is."""
+    if rng.random() < 0.25:
+        return _strong_werewolf(view, rng)
+    return _talk(rng) if "Speak" in view.request else _name(view.living[0])
 
 
 def _moderate_werewolf(view: View, rng: random.Random) -> Answer:
     """Attacks who claims to be the seer, spares its mates, is silent too often."""
     seers = [name for name in view.claimants() if name in view.prey]
     if "Attack" in view.request:
-        return _name(seers[0] if seers and rng.random() < 0.7 else rng.choice(view.prey))
+        return _name(seers[0] if seers and rng.random() < 0.5 else rng.choice(view.prey))
     prey = [name for name in view.suspected() if name in view.prey]
     if "Speak" in view.request:
-        if rng.random() < 0.6:
+        if rng.random() < 0.8:
             return _talk(rng)
         return _suspect(rng.choice(prey if prey and rng.random() < 0.5 else view.prey))
     return _name((_most(prey) if rng.random() < 0.6 else None) or rng.choice(view.prey))
@@ -224,19 +225,18 @@ def _strong_werewolf(view: View, rng: random.Random) -> Answer:
 
 
 def _careless_villager(view: View, rng: random.Random) -> Answer:
-    """Plays well more often than not, and else says and does anything.
+    """Plays well half of the time, and else takes the first choice there is.
 
     Without the former it would hardly ever win, and nobody learns from games that are always lost.
     """
-    if rng.random() < 0.6:
-        return _able_villager(view, rng, noise=4.0, silence=0.1)
+    if rng.random() < 0.5:
+        return _strong_villager(view, rng)
     if view.role == "witch" and "Night" in view.request:
-        poison = rng.choice(view.living) if "Poison" in view.request and rng.random() < 0.3 else None
-        save = view.can_save and rng.random() < 0.5
-        return _potion(save=save, poison=None if save else poison)
-    if "Speak" in view.request:
-        return _suspect(rng.choice(view.living)) if rng.random() < 0.4 else _talk(rng)
-    return _name(rng.choice(view.living))
+        return _potion(save=False, poison=None)
+    if "Speak" in view.request and rng.random() < 0.3:
+        return _talk(rng)
+    name = view.living[0]
+    return _suspect(name) if "Speak" in view.request else _name(name)
 
 
 def _able_villager(view: View, rng: random.Random, *, noise: float, silence: float) -> Answer:

@@ -42,6 +42,8 @@ RULES = (
     "The game is Werewolves: 3 werewolves, 3 villagers, seer, witch, hunter. The werewolves win when they are half of "
     "the living, the others when no werewolf is left. Say one short sentence, and call."
 )
+INVALID_COST = 0.1
+"""What a turn loses that named no allowed player. Whether a game was won says little about one answer of fifty."""
 NAME = Field(description=f"A living player, or {NOBODY}.")
 
 
@@ -106,8 +108,10 @@ class Table:
 
     game: Game
     agents: dict[str, ReActAgent]
+    on_invalid: Callable[[str], None] = lambda role: None
+    """Hears the role of whoever named no allowed player."""
     invalid: Counter[str] = field(default_factory=Counter)
-    """Answers of each role that named no allowed player."""
+    """How often each role did."""
 
     async def play(self) -> Side:
         """Nights and days until one side has won."""
@@ -152,7 +156,7 @@ class Table:
         save = bool(answer.get("save"))
         poison = named(answer.get("poison"), [*targets, NOBODY])
         if poison is None or (save and (victim is None or not game.can_save)):
-            self.invalid["witch"] += 1
+            self.count_invalid("witch")
         return save, None if poison == NOBODY else poison
 
     async def day(self, dawn: str) -> None:
@@ -183,8 +187,13 @@ class Table:
         answer = await self.request(name, _choice(text, allowed), model)
         chosen = named(answer.get("name"), [*allowed, NOBODY])
         if chosen is None:
-            self.invalid[self.game.roles[name]] += 1
+            self.count_invalid(self.game.roles[name])
         return None if chosen == NOBODY else chosen
+
+    def count_invalid(self, role: str) -> None:
+        """The last answer of a role made no sense."""
+        self.invalid[role] += 1
+        self.on_invalid(role)
 
     async def request(self, name: str, text: str, model: type[BaseModel]) -> dict[str, Any]:
         """The fields of a player's answer; empty when it gave none that are valid."""
@@ -208,7 +217,7 @@ class Werewolves(Workflow):
         for name, role in game.roles.items():
             model_tuner.register_model(role, default_model=self.default_model(role, seed))
             agents[name] = seat(game, name, model_tuner.get_model(role))
-        table = Table(game, agents)
+        table = Table(game, agents, lambda role: model_tuner.reward(role, -INVALID_COST))
         side = await table.play()
         return WorkflowOutput(
             reward=rewards(side),

@@ -1,4 +1,4 @@
-"""Builds tiny-agent: `python recipes/tiny_agent/build.py` (about ten minutes on two cores).
+"""Builds tiny-agent: `python recipes/tiny_agent/build.py` (half an hour on two cores).
 
 1. Scripted experts drive the real agents through the real recording; a byte-level BPE tokenizer is trained on what
    was said.
@@ -23,7 +23,7 @@ import torch.nn.functional as F
 import typer
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-from werewolves import werewolves_skill
+from werewolves import Grade, werewolves_skill
 
 from agentscope_tuner import Judge, JudgeOutput, MathJudge, WorkflowOutput, WorkflowTask, evaluate
 from agentscope_tuner.algorithms.packing import pack
@@ -198,7 +198,7 @@ def build(
     clean_steps: Annotated[int, typer.Option(help="Optimizer steps on clean transcripts.")] = 460,
     careless_steps: Annotated[int, typer.Option(help="Optimizer steps on careless transcripts.")] = 200,
     episodes: Annotated[int, typer.Option(help="Math episodes per stage.")] = 6000,
-    games: Annotated[int, typer.Option(help="Games of Werewolves for either side.")] = 400,
+    games: Annotated[int, typer.Option(help="Games of Werewolves per stage, for either side.")] = 300,
 ) -> None:
     """Build the model, with its card."""
     torch.manual_seed(seed)
@@ -206,19 +206,20 @@ def build(
     draft = make_tokenizer([])
     texts = [
         draft.decode(call.prompt_ids + call.completion_ids)
-        for skill in [*skills.skills(1500, 500, seed=100, stage="clean"), *_games(40, seed=100)]
+        for skill in [*skills.skills(1500, 500, seed=100, stage="clean"), *_games(40, seed=100, grade="strong")]
         for episode in record(skill, draft)
         for call in episode.calls[-1:]
     ]
     plain = [piece for text in texts for piece in _without_tags(text)]
     tokenizer = make_tokenizer(plain)
-    played = to_rows([episode for skill in _games(games, seed) for episode in record(skill, tokenizer)])
     stages: dict[skills.Stage, list[Row]] = {}
     for number, stage in enumerate(("clean", "careless"), 1):
-        mix = skills.skills(
-            episodes, episodes // (8 if stage == "clean" else 16), seed=1000 * (seed + 1) + number, stage=stage
-        )
-        stages[stage] = played + to_rows([episode for skill in mix for episode in record(skill, tokenizer)])
+        first = 1000 * (seed + 1) + number
+        mix = [
+            *skills.skills(episodes, episodes // (8 if stage == "clean" else 16), seed=first, stage=stage),
+            *_games(games, first, grade="strong" if stage == "clean" else "careless"),
+        ]
+        stages[stage] = to_rows([episode for skill in mix for episode in record(skill, tokenizer)])
     print(
         f"{len(tokenizer)} tokens, {sum(map(len, stages.values()))} rows, {time.perf_counter() - begun:.0f} s",
         flush=True,
@@ -246,8 +247,8 @@ def build(
     write_card(out, seed)
 
 
-def _games(count: int, seed: int) -> list[skills.Skill]:
-    return [werewolves_skill(count, seed, side=side) for side in ("werewolves", "village")]
+def _games(count: int, seed: int, grade: Grade) -> list[skills.Skill]:
+    return [werewolves_skill(count, seed, side=side, grade=grade) for side in ("werewolves", "village")]
 
 
 CARD = """\

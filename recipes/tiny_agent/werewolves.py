@@ -1,4 +1,4 @@
-"""Games of Werewolves for tiny-agent's warm-up: careless experts play one side, scripted players the other."""
+"""Games of Werewolves for tiny-agent's warm-up: experts of some grade play one side, moderate players the other."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def game_expert(seed: int, grade: Grade) -> Reply:
     return reply
 
 
-def werewolves_skill(count: int, seed: int, *, side: Side, grade: Grade = "careless") -> Skill:
+def werewolves_skill(count: int, seed: int, *, side: Side, grade: Grade) -> Skill:
     """One side of `count` games; none of them is a game of the example's data."""
     first = 1_000_000 * (seed + 1)
     tasks = [Task(task_id=str(i), metadata={"seed": first + i}) for i in range(count)]
