@@ -351,12 +351,13 @@ def test_same_seed_same_game(renderer: ChatRenderer) -> None:
 def test_werewolves_who_never_attack_lose(renderer: ChatRenderer, said: str, calls: int) -> None:
     (episode,) = play(renderer, lambda _: said)
     assert episode.error is None
-    assert episode.reward == {"werewolf": 0.0}
+    invalid = episode.metrics["workflow/invalid_actions/werewolf"]
+    assert episode.reward == {"werewolf": pytest.approx(-workflow.INVALID_COST * invalid)}
     last = {call.messages[0]["content"]: call for call in episode.calls}
     texts = ["\n".join(message["content"] for message in call.messages) for call in last.values()]
     asked = sum(len(re.findall(r"^Moderator: (?:Night|Speak|Vote)", text, re.MULTILINE)) for text in texts)
     assert len(episode.calls) == calls * asked
-    assert bool(episode.metrics["workflow/invalid_actions/werewolf"]) == ("nobody" not in said)
+    assert bool(invalid) == ("nobody" not in said)
 
 
 def test_an_answer_that_names_nobody_costs_its_turn(renderer: ChatRenderer) -> None:
@@ -364,7 +365,7 @@ def test_an_answer_that_names_nobody_costs_its_turn(renderer: ChatRenderer) -> N
     (episode,) = play(renderer, lambda _: write_reply("Hm.", [("generate_response", {"name": next(answers)})]))
     assert [call.reward for call in episode.calls] == [-workflow.INVALID_COST] + [0.0] * (len(episode.calls) - 1)
     assert episode.metrics["workflow/invalid_actions/werewolf"] == 1
-    assert episode.reward == {"werewolf": 0.0}
+    assert episode.reward == {"werewolf": -workflow.INVALID_COST}
 
 
 def test_nobody_speaks_for_the_moderator(renderer: ChatRenderer) -> None:
