@@ -236,6 +236,7 @@ def test_every_game_ends_whatever_the_models_answer(seed: int) -> None:
     assert set(table.invalid) <= {*rules.ROLES}
 
 
+@settings(deadline=None)
 @given(data=st.data())
 def test_rules_keep_count_of_players_and_potions(data: st.DataObject) -> None:
     game = rules.new_game(data.draw(st.integers(0, 50)))
