@@ -63,6 +63,11 @@ def softmax(scores: Tensor, like: Tensor) -> Tensor:
     return torch.softmax(scores, -1, dtype=torch.float32).to(like.dtype)
 
 
+def causal_mask(n: int, like: Tensor) -> Tensor:
+    """(n, n), added to the scores of n tokens against each other."""
+    return torch.full((n, n), MASKED, dtype=like.dtype, device=like.device).triu_(1)
+
+
 class CausalLayout:
     """Plain causal attention over one block of tokens."""
 
@@ -72,7 +77,7 @@ class CausalLayout:
         kv = k.shape[1]
         rows = (q * scaling).reshape(b, kv, h // kv * n, d)
         scores = (rows @ k.transpose(2, 3)).view(b, kv, h // kv, n, n)
-        scores = scores + torch.full((n, n), MASKED, dtype=scores.dtype, device=q.device).triu_(1)
+        scores = scores + causal_mask(n, scores)
         p = softmax(scores, v).view(b, kv, h // kv * n, n)
         return (p @ v).view(b, h, n, d).transpose(1, 2)
 
@@ -242,8 +247,7 @@ class SlotLayout:
                 chunk = q[row, :, :, first : first + n]
                 scores = [chunk.flatten(1, 2) @ k.transpose(1, 2) for k, _ in pieces]
                 if n > 1:
-                    mask = torch.full((n, n), MASKED, dtype=q.dtype, device=q.device).triu_(1)
-                    scores[-1].unflatten(1, (-1, n))[..., -n:] += mask
+                    scores[-1].unflatten(1, (-1, n))[..., -n:] += causal_mask(n, q)
                 weights = softmax(torch.cat(scores, -1) if len(scores) > 1 else scores[0], q)
                 seen = weights.split([k.shape[1] for k, _ in pieces], -1)
                 out[row, :, :, first : first + n] = sum(

@@ -18,10 +18,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from agentscope_tuner.algorithms.packing import Family, PackedTree
-from agentscope_tuner.engine.attention import MASKED, softmax
+from agentscope_tuner.engine.attention import CHUNK, causal_mask, softmax
 
-CHUNK = 128
-"""Most queries of one sequence in a block."""
 BLOCK = 2**18
 """About so many scores, of one key-value head and one query head, make a block."""
 
@@ -48,7 +46,7 @@ class TreeLayout:
 
         def causal(length: int) -> Tensor:
             if length not in masks:
-                masks[length] = torch.full((length, length), MASKED, device=device).triu_(1)
+                masks[length] = causal_mask(length, torch.empty(0, device=device))
             return masks[length]
 
         self._blocks = [
