@@ -3,9 +3,6 @@
 Agents and sampler take turns on one event loop. Before each batch the sampler waits, within its patience, until every
 open episode has asked for something or ended; so batches depend on what the episodes do, not on the clock, and equal
 seeds give equal bits.
-
-A sequence lives in a *slot* of the key-value cache, where it stays for the episode's next turn. A prefix that many
-sequences share, such as a system prompt, is a *trunk*: stored once, and attended once for all of them.
 """
 
 from __future__ import annotations
@@ -27,6 +24,7 @@ from agentscope_tuner.engine.attention import KVCache, SlotGroup, SlotLayout
 from agentscope_tuner.engine.decoder import Decoder, choose_decoder
 from agentscope_tuner.engine.models import LoadedModel
 from agentscope_tuner.engine.native import native_kernels
+from agentscope_tuner.engine.slots import Slot, Slots
 from agentscope_tuner.errors import ConfigError, PromptTooLongError
 from agentscope_tuner.policy import Sample, SamplingParams
 
@@ -34,37 +32,11 @@ _TRUNK_TOKENS = 64
 """A trunk is at least this long ..."""
 _TRUNK_USERS = 4
 """... and made when at least this many waiting prompts begin with it."""
-_MAX_TRUNKS = 32
-_HEAD_TOKENS = 16
-"""Slots are found by the first tokens they hold."""
 _SCORE_ELEMENTS = 2**26
 """Attention scores computed at once during prefill."""
 _BUNCH = 3
 """Waiting requests begin once they are at least this fraction (one over it) of the active ones."""
 _PATIENCE_SLICE_S = 0.01
-
-
-@dataclass(eq=False, slots=True)
-class _Trunk:
-    adapter: str
-    ids: list[int]
-    cache: list[tuple[Tensor, Tensor]]
-    last_used: int = 0
-
-
-@dataclass(eq=False, slots=True)
-class _Slot:
-    index: int
-    adapter: str = ""
-    """Keys and values are those of this adapter; no other can use them."""
-    trunk: _Trunk | None = None
-    ids: list[int] = field(default_factory=list)
-    """Own tokens, after the trunk's."""
-    cached: int = 0
-    """How many of them have keys and values."""
-    busy: bool = False
-    episode_id: str = ""
-    last_used: int = 0
 
 
 @dataclass(eq=False, slots=True)
@@ -79,12 +51,12 @@ class _Request:
     on_token: Callable[[int], None] | None
     budget: int
     rng: np.random.Generator
-    slot: _Slot
+    slot: Slot
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
 
 
-_NO_SLOT = _Slot(-1)
+_NO_SLOT = Slot(-1)
 
 
 class Sampler:
@@ -230,9 +202,7 @@ class Sampler:
     # ---------------------------------------------------------------------------------------------- batching
 
     def _forget(self) -> None:
-        self._trunks: list[_Trunk] = []
-        self._slots = [_Slot(i) for i in range(self._cache.slots)]
-        self._by_head: dict[tuple[str, tuple[int, ...]], dict[int, _Slot]] = defaultdict(dict)
+        self._slots = Slots(self._cache.slots)
 
     def _leave(self, episode_id: str) -> None:
         self._away.add(episode_id)
@@ -308,7 +278,7 @@ class Sampler:
         families: dict[tuple[str, tuple[int, ...]], list[list[int]]] = defaultdict(list)
         for request in batch:
             ids = request.prompt_ids
-            if len(ids) > _TRUNK_TOKENS and self._trunk_of(request.adapter, ids) is None:
+            if len(ids) > _TRUNK_TOKENS and self._slots.trunk_of(request.adapter, ids) is None:
                 families[request.adapter, tuple(ids[:_TRUNK_TOKENS])].append(ids)
         for (adapter, _), prompts in families.items():
             if len(prompts) < _TRUNK_USERS:
@@ -316,26 +286,12 @@ class Sampler:
             first, last = min(prompts), max(prompts)
             # At least one token of every prompt has to be run to get its logits.
             shared = min(common_prefix(first, last), min(map(len, prompts)) - 1)
-            scratch = self._victim()
-            self._fill(scratch, adapter, None, first[:shared], 0)
+            scratch = self._slots.victim()
+            self._slots.fill(scratch, adapter, None, first[:shared], 0)
             while scratch.cached < shared:
                 self._run_rows([scratch], min(shared - scratch.cached, self._row_tokens(scratch)))
-            cache = self._cache.take(scratch.index, shared)
-            self._trunks.append(_Trunk(adapter, first[:shared], cache, next(self._clock)))
-        if len(self._trunks) > _MAX_TRUNKS:
-            used = {id(slot.trunk) for slot in self._slots}
-            unused = sorted((t for t in self._trunks if id(t) not in used), key=lambda t: t.last_used)
-            for trunk in unused[: len(self._trunks) - _MAX_TRUNKS]:
-                self._trunks.remove(trunk)
-
-    def _trunk_of(self, adapter: str, ids: list[int]) -> _Trunk | None:
-        best = None
-        for trunk in self._trunks:
-            n = len(trunk.ids)
-            fits = trunk.adapter == adapter and n < len(ids) and ids[:n] == trunk.ids
-            if fits and (best is None or n > len(best.ids)):
-                best = trunk
-        return best
+            self._slots.add_trunk(adapter, first[:shared], self._cache.take(scratch.index, shared))
+        self._slots.drop_unused_trunks()
 
     def _place(self, batch: list[_Request]) -> tuple[list[_Request], list[_Request]]:
         """Find slots. Requests that can share what others are about to compute come back as the second list."""
@@ -343,28 +299,20 @@ class Sampler:
         later: list[_Request] = []
         planned: set[int] = set()
         for request in batch:
-            trunk = self._trunk_of(request.adapter, request.prompt_ids)
+            trunk = self._slots.trunk_of(request.adapter, request.prompt_ids)
             own = request.prompt_ids[len(trunk.ids) :] if trunk else request.prompt_ids
-            best, overlap = None, 0
-            for slot in self._by_head[request.adapter, tuple(own[:_HEAD_TOKENS])].values():
-                if slot.trunk is trunk:
-                    n = min(common_prefix(slot.ids, own), len(own) - 1)
-                    if slot.index not in planned:
-                        n = min(n, slot.cached)
-                    # Between equals, the episode's own slot: it can go on in place.
-                    if (n, slot.episode_id == request.episode_id) > (overlap, False):
-                        best, overlap = slot, n
+            best, overlap = self._slots.nearest(request.adapter, trunk, own, request.episode_id, planned)
             if best is not None and overlap > best.cached:
                 later.append(request)
                 continue
             if best is not None and not best.busy and best.episode_id in ("", request.episode_id):
                 slot = best
             else:
-                slot = self._victim(keep=best)
+                slot = self._slots.victim(keep=best)
                 if best is not None and best is not slot:
                     self._cache.reserve(overlap)
                     self._cache.copy(best.index, slot.index, overlap)
-            self._fill(slot, request.adapter, trunk, own, overlap)
+            self._slots.fill(slot, request.adapter, trunk, own, overlap)
             slot.busy = True
             slot.episode_id = request.episode_id
             planned.add(slot.index)
@@ -372,31 +320,12 @@ class Sampler:
             ready.append(request)
         return ready, later
 
-    def _victim(self, keep: _Slot | None = None) -> _Slot:
-        """The free slot that is missed least: of ended episodes first, then the one unused for longest."""
-        free = [slot for slot in self._slots if not slot.busy]
-        others = [slot for slot in free if slot is not keep] or free
-        return min(others, key=lambda slot: (slot.episode_id != "", slot.last_used, slot.index))
-
-    def _fill(self, slot: _Slot, adapter: str, trunk: _Trunk | None, own: list[int], cached: int) -> None:
-        """Make `own` the slot's tokens, of which the first `cached` are in place."""
-        self._by_head[slot.adapter, tuple(slot.ids[:_HEAD_TOKENS])].pop(slot.index, None)
-        slot.adapter, slot.trunk, slot.ids, slot.cached = adapter, trunk, list(own), cached
-        slot.last_used = next(self._clock)
-        if trunk is not None:
-            trunk.last_used = slot.last_used
-        self._by_head[adapter, tuple(slot.ids[:_HEAD_TOKENS])][slot.index] = slot
-
     def _drop(self, request: _Request) -> None:
         if request in self._waiting:
             self._waiting.remove(request)
         elif request in self._active:
             self._active.remove(request)
-            self._release(request)
-
-    def _release(self, request: _Request) -> None:
-        request.slot.busy = False
-        request.slot.last_used = next(self._clock)
+            self._slots.release(request.slot)
 
     # --------------------------------------------------------------------------------------------- computing
 
@@ -408,7 +337,7 @@ class Sampler:
             # Rows of similar length go together; long ones are cut.
             slots.sort(key=lambda slot: (len(slot.ids) - slot.cached, slot.index))
             shortest = len(slots[0].ids) - slots[0].cached
-            rows: list[_Slot] = []
+            rows: list[Slot] = []
             for slot in slots:
                 new = len(slot.ids) - slot.cached
                 width = min(new, self._prefill_tokens)
@@ -424,7 +353,7 @@ class Sampler:
             width = max(len(slot.ids) - slot.cached for slot in rows)
             if len(rows) == 1:
                 width = min(width, self._row_tokens(rows[0]))
-            rows.sort(key=self._row_order)
+            rows.sort(key=self._slots.row_order)
             last = self._run_rows(rows, width)
             for row, slot in enumerate(rows):
                 if slot.cached == len(slot.ids):
@@ -433,15 +362,12 @@ class Sampler:
         finished.sort(key=lambda pair: pair[0].order)
         self._draw([request for request, _ in finished], torch.stack([hidden for _, hidden in finished]))
 
-    def _row_tokens(self, slot: _Slot) -> int:
+    def _row_tokens(self, slot: Slot) -> int:
         """How many tokens of one sequence may be computed at once."""
         keys = slot.cached + (len(slot.trunk.ids) if slot.trunk else 0) + self._prefill_tokens
         return min(self._prefill_tokens, max(16, int(_SCORE_ELEMENTS // (self._heads * keys))))
 
-    def _row_order(self, slot: _Slot) -> tuple[str, int, int]:
-        return (slot.adapter, self._trunks.index(slot.trunk) if slot.trunk in self._trunks else -1, slot.index)
-
-    def _run_rows(self, slots: list[_Slot], width: int | None = None) -> Tensor:
+    def _run_rows(self, slots: list[Slot], width: int | None = None) -> Tensor:
         """Compute the next `width` uncached tokens of each slot (all of them by default).
 
         Slots that share an adapter, and within it a trunk, must be neighbours. Returns the hidden state of each slot's
@@ -488,7 +414,7 @@ class Sampler:
 
     def _decode(self) -> None:
         """One token for every active request."""
-        requests = sorted(self._active, key=lambda request: self._row_order(request.slot))
+        requests = sorted(self._active, key=lambda request: self._slots.row_order(request.slot))
         self._active = []
         hidden = self._run_rows([request.slot for request in requests], 1)
         self._draw(requests, hidden)
@@ -509,7 +435,7 @@ class Sampler:
                 request.slot.ids.append(token)
                 self._active.append(request)
                 continue
-            self._release(request)
+            self._slots.release(request.slot)
             self.tokens_sampled += len(request.token_ids)
             if not request.future.done():
                 request.future.set_result(Sample(request.token_ids, request.logprobs, reason, self.policy_version))

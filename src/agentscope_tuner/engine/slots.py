@@ -1,0 +1,128 @@
+"""Which tokens lie where in the sampler's key-value cache. No tensors are computed here.
+
+A sequence lives in a *slot*, where it stays for the episode's next turn. A prefix that many sequences share, such as a
+system prompt, is a *trunk*: stored once, and attended once for all of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from agentscope_tuner.algorithms.packing import common_prefix
+
+_MAX_TRUNKS = 32
+_HEAD_TOKENS = 16
+"""Slots are found by the first tokens they hold."""
+
+
+@dataclass(eq=False, slots=True)
+class Trunk:
+    """A prefix that sequences share."""
+
+    adapter: str
+    ids: list[int]
+    cache: list[tuple[Tensor, Tensor]]
+    """Keys and values of each layer (K, P, d)."""
+    last_used: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class Slot:
+    """A place for one sequence."""
+
+    index: int
+    adapter: str = ""
+    """Keys and values are those of this adapter; no other can use them."""
+    trunk: Trunk | None = None
+    ids: list[int] = field(default_factory=list)
+    """Own tokens, after the trunk's."""
+    cached: int = 0
+    """How many of them have keys and values."""
+    busy: bool = False
+    episode_id: str = ""
+    last_used: int = 0
+
+
+class Slots:
+    """All slots and trunks, at first empty."""
+
+    def __init__(self, count: int) -> None:
+        self._clock = itertools.count(1)
+        self._slots = [Slot(i) for i in range(count)]
+        self._trunks: list[Trunk] = []
+        self._by_head: dict[tuple[str, tuple[int, ...]], dict[int, Slot]] = defaultdict(dict)
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def __iter__(self) -> Iterator[Slot]:
+        return iter(self._slots)
+
+    def trunk_of(self, adapter: str, ids: list[int]) -> Trunk | None:
+        """The longest trunk that `ids` go on from."""
+        best = None
+        for trunk in self._trunks:
+            n = len(trunk.ids)
+            fits = trunk.adapter == adapter and n < len(ids) and ids[:n] == trunk.ids
+            if fits and (best is None or n > len(best.ids)):
+                best = trunk
+        return best
+
+    def add_trunk(self, adapter: str, ids: list[int], cache: list[tuple[Tensor, Tensor]]) -> None:
+        """Keep a prefix."""
+        self._trunks.append(Trunk(adapter, ids, cache, next(self._clock)))
+
+    def drop_unused_trunks(self) -> None:
+        """Where there are too many, those that no slot has, the one unused for longest first."""
+        if len(self._trunks) > _MAX_TRUNKS:
+            used = {id(slot.trunk) for slot in self._slots}
+            unused = sorted((t for t in self._trunks if id(t) not in used), key=lambda t: t.last_used)
+            for trunk in unused[: len(self._trunks) - _MAX_TRUNKS]:
+                self._trunks.remove(trunk)
+
+    def nearest(
+        self, adapter: str, trunk: Trunk | None, own: list[int], episode_id: str, planned: set[int]
+    ) -> tuple[Slot | None, int]:
+        """The slot that has most of a sequence's beginning, and how many tokens that is.
+
+        Of slots in `planned`, what is about to be computed counts as well.
+        """
+        best, overlap = None, 0
+        for slot in self._by_head[adapter, tuple(own[:_HEAD_TOKENS])].values():
+            if slot.trunk is trunk:
+                n = min(common_prefix(slot.ids, own), len(own) - 1)
+                if slot.index not in planned:
+                    n = min(n, slot.cached)
+                # Between equals, the episode's own slot: it can go on in place.
+                if (n, slot.episode_id == episode_id) > (overlap, False):
+                    best, overlap = slot, n
+        return best, overlap
+
+    def victim(self, keep: Slot | None = None) -> Slot:
+        """The free slot that is missed least: of ended episodes first, then the one unused for longest."""
+        free = [slot for slot in self._slots if not slot.busy]
+        others = [slot for slot in free if slot is not keep] or free
+        return min(others, key=lambda slot: (slot.episode_id != "", slot.last_used, slot.index))
+
+    def fill(self, slot: Slot, adapter: str, trunk: Trunk | None, own: list[int], cached: int) -> None:
+        """Make `own` the slot's tokens, of which the first `cached` are in place."""
+        self._by_head[slot.adapter, tuple(slot.ids[:_HEAD_TOKENS])].pop(slot.index, None)
+        slot.adapter, slot.trunk, slot.ids, slot.cached = adapter, trunk, list(own), cached
+        slot.last_used = next(self._clock)
+        if trunk is not None:
+            trunk.last_used = slot.last_used
+        self._by_head[adapter, tuple(slot.ids[:_HEAD_TOKENS])][slot.index] = slot
+
+    def release(self, slot: Slot) -> None:
+        """Its sequence is complete; the tokens stay for the next turn."""
+        slot.busy = False
+        slot.last_used = next(self._clock)
+
+    def row_order(self, slot: Slot) -> tuple[str, int, int]:
+        """Slots that share an adapter, and within it a trunk, are neighbours in this order."""
+        return (slot.adapter, self._trunks.index(slot.trunk) if slot.trunk in self._trunks else -1, slot.index)
