@@ -250,6 +250,9 @@ class EngineConfig(_Config):
     """Upper bound of the key-value cache, in GB; lowers `max_slots` when the context is long."""
     prefill_tokens: int = Field(default=4096, ge=16)
     """Prompt tokens computed at once."""
+    draft_tokens: int = Field(default=16, ge=0)
+    """Tokens guessed ahead, from what was said before, and verified together. Takes fewer steps and changes no token.
+    0: none. Without compiled attention there are none either."""
     micro_batch_tokens: int = Field(default=6144, ge=16)
     """Tokens per forward and backward pass of the learner."""
     threads: int | None = Field(default=None, ge=1)

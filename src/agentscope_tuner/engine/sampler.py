@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,6 +22,7 @@ from agentscope_tuner.algorithms.packing import common_prefix
 from agentscope_tuner.config import EngineConfig
 from agentscope_tuner.engine.attention import KVCache, SlotGroup, SlotLayout
 from agentscope_tuner.engine.decoder import Decoder, choose_decoder
+from agentscope_tuner.engine.drafts import Drafts
 from agentscope_tuner.engine.models import LoadedModel
 from agentscope_tuner.engine.native import native_kernels
 from agentscope_tuner.engine.slots import Slot, Slots
@@ -52,6 +53,10 @@ class _Request:
     budget: int
     rng: np.random.Generator
     slot: Slot
+    uniforms: list[float] = field(default_factory=list)
+    """Random numbers already taken from `rng`, for tokens that were not drawn yet."""
+    guess: list[int] = field(default_factory=list)
+    """What may come after the last token."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
 
@@ -89,10 +94,14 @@ class Sampler:
         )
         self._heads: int = config.num_attention_heads
         self._prefill_tokens = engine.prefill_tokens
+        # Rows of one sequence read its keys and values together only in compiled attention.
+        self._draft_tokens = engine.draft_tokens if self._cache.kernels is not None else 0
         self._patience = self._most_patience = engine.patience_ms / 1000
         self.policy_version = 0
         self.tokens_sampled = 0
         self.tokens_prefilled = 0
+        self.rows_decoded = 0
+        """Tokens that were run to draw the next one, guesses included."""
         self._clock = itertools.count(1)
         self._opened: dict[str, int] = {}
         self._calls: dict[str, int] = defaultdict(int)
@@ -203,6 +212,7 @@ class Sampler:
 
     def _forget(self) -> None:
         self._slots = Slots(self._cache.slots)
+        self._drafts = Drafts()
 
     def _leave(self, episode_id: str) -> None:
         self._away.add(episode_id)
@@ -367,81 +377,117 @@ class Sampler:
         keys = slot.cached + (len(slot.trunk.ids) if slot.trunk else 0) + self._prefill_tokens
         return min(self._prefill_tokens, max(16, int(_SCORE_ELEMENTS // (self._heads * keys))))
 
-    def _run_rows(self, slots: list[Slot], width: int | None = None) -> Tensor:
-        """Compute the next `width` uncached tokens of each slot (all of them by default).
+    def _run_rows(self, slots: list[Slot], width: int) -> Tensor:
+        """Compute the next `width` uncached tokens of each slot.
 
         Slots that share an adapter, and within it a trunk, must be neighbours. Returns the hidden state of each slot's
         last computed token (B, D).
         """
-        width = width or max(len(slot.ids) - slot.cached for slot in slots)
         counts = [min(width, len(slot.ids) - slot.cached) for slot in slots]
-        self._cache.reserve(min(self._cache.limit, max(slot.cached for slot in slots) + width))
+        hidden = self._compute([(slot, slot.cached, n) for slot, n in zip(slots, counts, strict=True)], width)
+        for slot, n in zip(slots, counts, strict=True):
+            slot.cached += n
+        self.tokens_prefilled += sum(counts)
+        return hidden[torch.arange(len(slots)), torch.tensor(counts) - 1]
+
+    def _compute(self, rows: Sequence[tuple[Slot, int, int]], width: int) -> Tensor:
+        """Hidden states (B, width, D) of a span of each row's slot: where it starts, and how many tokens it has.
+
+        A slot may have several rows: all keys and values are written before any are read.
+        """
+        self._cache.reserve(min(self._cache.limit, max(start for _, start, _ in rows) + width))
         # Padding may not reach beyond the cache; it is masked, so any place inside will do.
-        ids = [
-            slot.ids[slot.cached : slot.cached + n] + [0] * (width - n) for slot, n in zip(slots, counts, strict=True)
-        ]
+        ids = [slot.ids[start : start + n] + [0] * (width - n) for slot, start, n in rows]
         groups: list[SlotGroup] = []
         positions: list[int] = []
         speakers: list[tuple[str, int]] = []
-        new = iter(counts)
-        for _, run in itertools.groupby(slots, key=lambda slot: (slot.adapter, id(slot.trunk))):
+        for _, run in itertools.groupby(rows, key=lambda row: (row[0].adapter, id(row[0].trunk))):
             members = list(run)
-            speakers.append((members[0].adapter, len(members)))
-            trunk = members[0].trunk
-            starts = [slot.cached for slot in members]
+            first = members[0][0]
+            speakers.append((first.adapter, len(members)))
+            slots, starts, counts = ([*column] for column in zip(*members, strict=True))
+            indices = [slot.index for slot in slots]
             groups.append(
-                SlotGroup(
-                    trunk.cache if trunk else None,
-                    [slot.index for slot in members],
-                    starts,
-                    list(itertools.islice(new, len(members))),
-                    width,
-                    self._cache,
-                )
+                SlotGroup(first.trunk.cache if first.trunk else None, indices, starts, counts, width, self._cache)
             )
-            offset = len(trunk.ids) if trunk else 0
+            offset = len(first.trunk.ids) if first.trunk else 0
             positions.extend(offset + start for start in starts)
         limit = self._loaded.max_model_len - 1
         absolute = torch.tensor(positions, device=self._device)[:, None] + torch.arange(width, device=self._device)
-        layout = SlotLayout(self._cache, groups)
-        hidden = self._decoder.hidden(
-            torch.tensor(ids, device=self._device), absolute.clamp_(max=limit), layout, speakers
+        return self._decoder.hidden(
+            torch.tensor(ids, device=self._device),
+            absolute.clamp_(max=limit),
+            SlotLayout(self._cache, groups),
+            speakers,
         )
-        for slot, n in zip(slots, counts, strict=True):
-            slot.cached += n
-        self.tokens_prefilled += sum(counts) if width > 1 else 0
-        return hidden[torch.arange(len(slots)), torch.tensor(counts) - 1]
 
     def _decode(self) -> None:
-        """One token for every active request."""
+        """The next token of every active request, and those after it that are guessed rightly."""
         requests = sorted(self._active, key=lambda request: self._slots.row_order(request.slot))
         self._active = []
-        hidden = self._run_rows([request.slot for request in requests], 1)
+        most = min(self._draft_tokens, self._prefill_tokens // len(requests) - 1)
+        rows: list[tuple[Slot, int, int]] = []
+        for request in requests:
+            slot = request.slot
+            request.guess = self._drafts.guess(slot.ids, min(most, request.budget - len(request.token_ids) - 1))
+            slot.ids += request.guess
+            rows += [(slot, at, 1) for at in range(slot.cached, len(slot.ids))]
+        hidden = self._compute(rows, 1)[:, 0]
+        for request in requests:
+            del request.slot.ids[len(request.slot.ids) - len(request.guess) :]
+        self.rows_decoded += len(rows)
         self._draw(requests, hidden)
 
     def _draw(self, requests: list[_Request], hidden: Tensor) -> None:
-        """Draw the next token of each request from its hidden state (B, D)."""
-        logits = self._decoder.logits(hidden)
-        params = [request.params for request in requests]
-        uniform = torch.from_numpy(np.array([request.rng.random() for request in requests]))
-        tokens, logprobs = draw_tokens(logits, params, uniform.to(self._device))
-        for request, token, logprob in zip(requests, tokens.tolist(), logprobs.tolist(), strict=True):
+        """Draw the next token of each request, and those after it as long as the one before was guessed.
+
+        `hidden` (rows, D) has a row for each request, and one more for each token of its guess.
+        """
+        params: list[SamplingParams] = []
+        uniforms: list[float] = []
+        for request in requests:
+            rows = len(request.guess) + 1
+            params += [request.params] * rows
+            # A token has its random number, whether it is drawn now or was guessed wrongly and is drawn later.
+            while len(request.uniforms) < rows:
+                request.uniforms.append(request.rng.random())
+            uniforms += request.uniforms[:rows]
+        uniform = torch.tensor(uniforms, dtype=torch.float64, device=self._device)
+        tokens, logprobs = draw_tokens(self._decoder.logits(hidden), params, uniform)
+        drawn = zip(tokens.tolist(), logprobs.tolist(), strict=True)
+        for request in requests:
+            self._accept(request, list(itertools.islice(drawn, len(request.guess) + 1)))
+
+    def _accept(self, request: _Request, drawn: Sequence[tuple[int, float]]) -> None:
+        """Take drawn (token, log-probability) pairs: the first, and each whose predecessor was guessed."""
+        slot, guess = request.slot, request.guess
+        request.guess = []
+        for (token, logprob), guessed in zip(drawn, [*guess, None], strict=True):
+            # Everything before a token was run to draw it.
+            slot.cached = len(slot.ids)
+            del request.uniforms[0]
             request.token_ids.append(token)
             request.logprobs.append(logprob)
             if request.on_token is not None:
                 request.on_token(token)
             reason = self._finish_reason(request, token)
-            if reason is None:
-                request.slot.ids.append(token)
-                self._active.append(request)
-                continue
-            self._slots.release(request.slot)
-            self.tokens_sampled += len(request.token_ids)
-            if not request.future.done():
-                request.future.set_result(Sample(request.token_ids, request.logprobs, reason, self.policy_version))
-                # Its episode can go on; it is waited for before the next batch.
-                if request.episode_id in self._opened:
-                    self._leave(request.episode_id)
+            if reason is not None:
+                self._finish(request, reason)
+                return
+            slot.ids.append(token)
+            if token != guessed:
+                break
+        self._active.append(request)
+
+    def _finish(self, request: _Request, reason: str) -> None:
+        self._slots.release(request.slot)
+        self._drafts.learn(request.prompt_ids, request.token_ids)
+        self.tokens_sampled += len(request.token_ids)
+        if not request.future.done():
+            request.future.set_result(Sample(request.token_ids, request.logprobs, reason, self.policy_version))
+            # Its episode can go on; it is waited for before the next batch.
+            if request.episode_id in self._opened:
+                self._leave(request.episode_id)
 
     def _finish_reason(self, request: _Request, token: int) -> str | None:
         if token in self._loaded.end_of_turn_ids:
