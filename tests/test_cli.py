@@ -207,6 +207,9 @@ def test_train_resume_and_evaluate(project: Path) -> None:
     results = json.loads(out)
     assert results["greedy"]["reward_mean"] == at_end.eval_reward_mean
     assert results["sampled"]["reward_mean"] == at_end.eval_reward_sampled_mean
+    for decoding in ("greedy", "sampled"):
+        held_out = {name: v for name, v in at_end.extra.items() if name.startswith(f"eval_{decoding}/")}
+        assert held_out == {f"eval_{decoding}/{name}": v for name, v in results[decoding]["metrics"].items()} != {}
     assert results["greedy"]["episodes"] == 3
     assert 0 <= results["greedy"]["ci_low"] <= results["greedy"]["reward_mean"] <= results["greedy"]["ci_high"] <= 1
     assert "a workflow that prints" in err

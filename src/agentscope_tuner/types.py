@@ -280,7 +280,8 @@ class StepMetrics:
     entropy: float | None = None
     learning_rate: float | None = None
     extra: dict[str, float] = field(default_factory=dict)
-    """Workflow and judge metrics, and per-role figures such as `reward_mean/<role>`."""
+    """Workflow and judge metrics, and per-role figures such as `reward_mean/<role>`; those of held-out tasks begin with
+    `eval_greedy/` or `eval_sampled/`."""
 
 
 @dataclass(slots=True)

@@ -335,6 +335,8 @@ class LocalRun:
         metrics.eval_reward_mean = results["greedy"].reward_mean
         metrics.eval_reward_sampled_mean = results["sampled"].reward_mean
         metrics.time_eval_s = sum(result.time_s for result in results.values())
+        for decoding, result in results.items():
+            metrics.extra |= {f"eval_{decoding}/{name}": value for name, value in result.metrics.items()}
 
     # --------------------------------------------------------------------------------------------- reporting
 
