@@ -71,8 +71,8 @@ def test_every_way_of_attention_samples_the_same(
     if how == "compiled":
         assert native_kernels() is not None
         calls: list[int] = []
-        compiled = native.NativeKernels.decode_attention
-        monkeypatch.setattr(native.NativeKernels, "decode_attention", lambda *args: calls.append(1) or compiled(*args))
+        compiled = native.NativeKernels.attend
+        monkeypatch.setattr(native.NativeKernels, "attend", lambda *args: calls.append(1) or compiled(*args))
         assert difference(sampled(tiny_model_dir, prompts), plain) < 1e-5
         assert calls
     else:

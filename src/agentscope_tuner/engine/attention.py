@@ -210,7 +210,7 @@ class SlotLayout:
         values[where] = v.transpose(1, 2)
         if group.kernels is not None:
             trunk = group.trunk[layer] if group.trunk is not None else None
-            out = group.kernels.decode_attention(q[:, :, 0], keys, values, group.slots, group.lengths, trunk)
+            out = group.kernels.attend(q[:, :, 0], keys, values, group.slots, group.lengths, trunk)
             return out[:, None]
         if group.by_row:
             return self._attend_rows(layer, group, q)

@@ -25,11 +25,11 @@ class NativeKernels:
     """What `native.cpp` offers, on tensors."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self._decode_attention = library.decode_attention
-        self._decode_attention.restype = None
-        self._decode_attention.argtypes = [ctypes.c_void_p] * 8 + [ctypes.c_int64] * 6
+        self._attend = library.attend
+        self._attend.restype = None
+        self._attend.argtypes = [ctypes.c_void_p] * 8 + [ctypes.c_int64] * 6
 
-    def decode_attention(
+    def attend(
         self,
         q: Tensor,
         keys: Tensor,
@@ -38,15 +38,15 @@ class NativeKernels:
         lengths: Tensor,
         trunk: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """Outputs (B, H, d) of one new token per sequence.
+        """Outputs (B, H, d) of new tokens, a row for each. Rows of one sequence are faster as neighbours.
 
         Args:
             q: (B, H, d), scaled.
             keys: (slots, K, capacity, d).
             values: like `keys`.
-            slots: (B,) where each sequence lies.
-            lengths: (B,) how many of the slot's tokens it sees.
-            trunk: keys and values (K, P, d) that all of them see first.
+            slots: (B,) where each row's sequence lies.
+            lengths: (B,) how many of the slot's tokens a row sees.
+            trunk: keys and values (K, P, d) that all rows see first.
         """
         tensors = (q.contiguous(), keys, values, *(trunk or (keys[0, :, :0], values[0, :, :0])))
         q, keys, values, trunk_keys, trunk_values = tensors
@@ -55,7 +55,7 @@ class NativeKernels:
         out = torch.empty_like(q)
         addresses = (x.data_ptr() for x in (q, out, keys, values, trunk_keys, trunk_values, slots, lengths))
         sizes = (rows, kv_heads, heads // kv_heads, d, capacity, trunk_keys.shape[1])
-        self._decode_attention(*addresses, *sizes)
+        self._attend(*addresses, *sizes)
         return out
 
 
@@ -114,13 +114,15 @@ def _agrees(kernels: NativeKernels) -> bool:
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator)
 
-    for kv_heads, group, d, shared in [(2, 3, 32, 0), (1, 1, 80, 7), (2, 4, 128, 33)]:
-        q, keys, values = draw(3, kv_heads * group, d) * d**-0.5, draw(5, kv_heads, 70, d), draw(5, kv_heads, 70, d)
+    # A sequence with one new token, one with as many as are computed together and more, one with few.
+    new = {4: [70], 0: [*range(30, 51)], 2: [41, 42, 43]}
+    slots = torch.tensor([slot for slot, lengths in new.items() for _ in lengths])
+    lengths = torch.tensor([length for lengths in new.values() for length in lengths])
+    for kv_heads, group, d, shared in [(2, 3, 32, 0), (1, 1, 80, 7), (2, 8, 128, 33), (1, 2, 20, 5)]:
+        q, keys, values = (draw(len(slots), kv_heads * group, d) * d**-0.5, *(draw(5, kv_heads, 70, d) for _ in "kv"))
         trunk = (draw(kv_heads, shared, d), draw(kv_heads, shared, d))
-        slots, lengths = torch.tensor([4, 0, 2]), torch.tensor([70, 1, 41])
-        got = kernels.decode_attention(q, keys, values, slots, lengths, trunk)
-        for row in range(3):
-            at, n = int(slots[row]), int(lengths[row])
+        got = kernels.attend(q, keys, values, slots, lengths, trunk)
+        for row, (at, n) in enumerate(zip(slots.tolist(), lengths.tolist(), strict=True)):
             k = torch.cat([trunk[0], keys[at, :, :n]], 1)
             v = torch.cat([trunk[1], values[at, :, :n]], 1)
             expected = torch.softmax(q[row].view(kv_heads, group, d) @ k.transpose(1, 2), -1) @ v

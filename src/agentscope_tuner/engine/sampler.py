@@ -94,8 +94,10 @@ class Sampler:
         )
         self._heads: int = config.num_attention_heads
         self._prefill_tokens = engine.prefill_tokens
-        # Rows of one sequence read its keys and values together only in compiled attention.
-        self._draft_tokens = engine.draft_tokens if self._cache.kernels is not None else 0
+        self._flat = self._cache.kernels is not None
+        """Every token is a row of its own, and nothing is padded: compiled attention reads the keys and values of a
+        sequence once for all of its rows."""
+        self._draft_tokens = engine.draft_tokens if self._flat else 0
         self._patience = self._most_patience = engine.patience_ms / 1000
         self.policy_version = 0
         self.tokens_sampled = 0
@@ -298,8 +300,8 @@ class Sampler:
             shared = min(common_prefix(first, last), min(map(len, prompts)) - 1)
             scratch = self._slots.victim()
             self._slots.fill(scratch, adapter, None, first[:shared], 0)
-            while scratch.cached < shared:
-                self._run_rows([scratch], min(shared - scratch.cached, self._row_tokens(scratch)))
+            while scratch.missing:
+                self._advance(self._next_tokens([scratch]))
             self._slots.add_trunk(adapter, first[:shared], self._cache.take(scratch.index, shared))
         self._slots.drop_unused_trunks()
 
@@ -340,60 +342,65 @@ class Sampler:
     # --------------------------------------------------------------------------------------------- computing
 
     def _prefill(self, requests: list[_Request]) -> None:
-        by_slot = {id(request.slot): request for request in requests}
-        finished: list[tuple[_Request, Tensor]] = []
-        slots = [request.slot for request in requests]
+        by_slot = {request.slot: request for request in requests}
+        slots = [*by_slot]
+        finished: dict[_Request, Tensor] = {}
         while slots:
-            # Rows of similar length go together; long ones are cut.
-            slots.sort(key=lambda slot: (len(slot.ids) - slot.cached, slot.index))
-            shortest = len(slots[0].ids) - slots[0].cached
-            rows: list[Slot] = []
+            for slot, hidden in self._advance(self._next_tokens(slots)).items():
+                if not slot.missing:
+                    finished[by_slot[slot]] = hidden
+            slots = [slot for slot in slots if slot.missing]
+        ordered = sorted(finished, key=lambda request: request.order)
+        self._draw(ordered, torch.stack([finished[request] for request in ordered]))
+
+    def _next_tokens(self, slots: Sequence[Slot]) -> dict[Slot, int]:
+        """Which slots' missing tokens to compute at once, and how many of each."""
+        room = self._prefill_tokens
+        rows: dict[Slot, int] = {}
+        if self._flat:
             for slot in slots:
-                new = len(slot.ids) - slot.cached
-                width = min(new, self._prefill_tokens)
-                keys = slot.cached + width + (len(slot.trunk.ids) if slot.trunk else 0)
-                cells = (len(rows) + 1) * width
-                if rows and (
-                    cells > self._prefill_tokens
-                    or cells * keys * self._heads > _SCORE_ELEMENTS
-                    or new > 2 * shortest + 16
-                ):
-                    break
-                rows.append(slot)
-            width = max(len(slot.ids) - slot.cached for slot in rows)
-            if len(rows) == 1:
-                width = min(width, self._row_tokens(rows[0]))
-            rows.sort(key=self._slots.row_order)
-            last = self._run_rows(rows, width)
-            for row, slot in enumerate(rows):
-                if slot.cached == len(slot.ids):
-                    finished.append((by_slot[id(slot)], last[row]))
-                    slots.remove(slot)
-        finished.sort(key=lambda pair: pair[0].order)
-        self._draw([request for request, _ in finished], torch.stack([hidden for _, hidden in finished]))
+                if room > 0:
+                    rows[slot] = min(slot.missing, room)
+                    room -= rows[slot]
+            return rows
+        # Rows of similar length go together; long ones are cut.
+        ordered = sorted(slots, key=lambda slot: (slot.missing, slot.index))
+        for slot in ordered:
+            width = min(slot.missing, room)
+            keys = slot.cached + width + (len(slot.trunk.ids) if slot.trunk else 0)
+            cells = (len(rows) + 1) * width
+            if rows and (
+                cells > room
+                or cells * keys * self._heads > _SCORE_ELEMENTS
+                or slot.missing > 2 * ordered[0].missing + 16
+            ):
+                break
+            rows[slot] = width
+        if len(rows) == 1:
+            keys = ordered[0].cached + (len(ordered[0].trunk.ids) if ordered[0].trunk else 0) + room
+            rows[ordered[0]] = min(rows[ordered[0]], max(16, int(_SCORE_ELEMENTS // (self._heads * keys))))
+        return rows
 
-    def _row_tokens(self, slot: Slot) -> int:
-        """How many tokens of one sequence may be computed at once."""
-        keys = slot.cached + (len(slot.trunk.ids) if slot.trunk else 0) + self._prefill_tokens
-        return min(self._prefill_tokens, max(16, int(_SCORE_ELEMENTS // (self._heads * keys))))
-
-    def _run_rows(self, slots: list[Slot], width: int) -> Tensor:
-        """Compute the next `width` uncached tokens of each slot.
-
-        Slots that share an adapter, and within it a trunk, must be neighbours. Returns the hidden state of each slot's
-        last computed token (B, D).
-        """
-        counts = [min(width, len(slot.ids) - slot.cached) for slot in slots]
-        hidden = self._compute([(slot, slot.cached, n) for slot, n in zip(slots, counts, strict=True)], width)
-        for slot, n in zip(slots, counts, strict=True):
-            slot.cached += n
-        self.tokens_prefilled += sum(counts)
-        return hidden[torch.arange(len(slots)), torch.tensor(counts) - 1]
+    def _advance(self, tokens: dict[Slot, int]) -> dict[Slot, Tensor]:
+        """Compute the next tokens of some slots. Returns the hidden state (D,) of the last one of each."""
+        slots = sorted(tokens, key=self._slots.row_order)
+        if self._flat:
+            rows = [(slot, slot.cached + i, 1) for slot in slots for i in range(tokens[slot])]
+            ends = itertools.accumulate(tokens[slot] for slot in slots)
+            last = self._compute(rows, 1)[[end - 1 for end in ends], 0]
+        else:
+            rows = [(slot, slot.cached, tokens[slot]) for slot in slots]
+            last = self._compute(rows, max(tokens.values()))[range(len(slots)), [tokens[slot] - 1 for slot in slots]]
+        for slot in slots:
+            slot.cached += tokens[slot]
+        self.tokens_prefilled += sum(tokens.values())
+        return dict(zip(slots, last, strict=True))
 
     def _compute(self, rows: Sequence[tuple[Slot, int, int]], width: int) -> Tensor:
         """Hidden states (B, width, D) of a span of each row's slot: where it starts, and how many tokens it has.
 
-        A slot may have several rows: all keys and values are written before any are read.
+        Slots that share an adapter, and within it a trunk, must be neighbours. A slot may have several rows: all keys
+        and values are written before any are read.
         """
         self._cache.reserve(min(self._cache.limit, max(start for _, start, _ in rows) + width))
         # Padding may not reach beyond the cache; it is masked, so any place inside will do.

@@ -47,6 +47,11 @@ class Slot:
     episode_id: str = ""
     last_used: int = 0
 
+    @property
+    def missing(self) -> int:
+        """How many of its tokens have no keys and values yet."""
+        return len(self.ids) - self.cached
+
 
 class Slots:
     """All slots and trunks, at first empty."""
