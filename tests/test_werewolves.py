@@ -6,6 +6,7 @@ import asyncio
 import random
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from agentscope_tuner.readers import load_tasks
 from agentscope_tuner.recorder import PolicyModel
 from agentscope_tuner.rollout import Rollout
 from agentscope_tuner.testing import ScriptedPolicy
-from agentscope_tuner.types import Episode
+from agentscope_tuner.types import Episode, ModelCall
 from agentscope_tuner.workflow import WorkflowRunner
 
 ROOT = Path(__file__).parents[1]
@@ -226,7 +227,7 @@ class Watched(workflow.Table):
 def test_every_game_ends_whatever_the_models_answer(seed: int) -> None:
     game = rules.new_game(seed)
     model = Babbler(seed)
-    table = Watched(game, {name: workflow.seat(game, name, model) for name in game.roles})
+    table = Watched(game, {name: workflow.seat(name, model) for name in game.roles})
     with quiet_agents():
         side = asyncio.run(table.play())
     assert side == rules.winner(game, evening=True)
@@ -291,9 +292,19 @@ def play(
     return group.episodes
 
 
+def said_to(call: ModelCall) -> str:
+    """All that a player has been told, in one text."""
+    return "\n".join(message["content"] for message in call.messages[1:])
+
+
+def request_of(call: ModelCall) -> str:
+    """What the moderator asked for last."""
+    return players.read_prompt(said_to(call)).request
+
+
 def test_only_werewolves_reach_the_policy(renderer: ChatRenderer) -> None:
     def reply(prompt: str) -> str:
-        assert ", a werewolf" in prompt[:200]
+        assert players.read_prompt(prompt).role == "werewolf"
         return expert(5)(prompt)
 
     (episode,) = play(renderer, reply)
@@ -309,7 +320,23 @@ def test_every_role_can_be_trained_by_configuration_alone(renderer: ChatRenderer
     (episode,) = play(renderer, expert(5), targets=list(dict.fromkeys(rules.ROLES)))
     assert episode.error is None
     assert {call.role for call in episode.calls} == {*rules.ROLES}
-    assert episode.reward == rules.rewards("werewolves" if episode.is_success else "village")
+    won = rules.rewards("werewolves" if episode.is_success else "village")
+    earned = {role: sum(call.reward for call in episode.calls if call.role == role) for role in won}
+    assert episode.reward == {role: pytest.approx(won[role] + earned[role]) for role in won}
+
+
+def test_a_vote_against_a_werewolf_earns_something(renderer: ChatRenderer) -> None:
+    (episode,) = play(renderer, expert(5), targets=[*{*rules.ROLES}])
+    roles = rules.new_game(5).roles
+    rewards = Counter()
+    for call in episode.calls:
+        hit = (
+            call.role != "werewolf" and "Vote:" in request_of(call) and roles[call.text.partition(".")[0]] == "werewolf"
+        )
+        assert call.reward == (workflow.VOTE_REWARD if hit else 0.0)
+        rewards[hit] += 1
+    assert rewards[True]
+    assert rewards[False]
 
 
 def test_a_decision_is_one_call_and_a_players_calls_are_one_timeline(renderer: ChatRenderer) -> None:
@@ -325,10 +352,11 @@ def test_werewolves_know_each_other_and_talk_in_private(renderer: ChatRenderer) 
     roles = rules.new_game(5).roles
     wolves = [name for name, role in roles.items() if role == "werewolf"]
     for call in episode.calls:
-        system, text = call.messages[0]["content"], "\n".join(m["content"] for m in call.messages[1:])
-        me = re.search(r"You are (Player\d)", system).group(1)
-        mates = {name for name in wolves if name in system} - {me}
-        assert mates == ({*wolves} - {me} if me in wolves else set())
+        text = said_to(call)
+        view = players.read_prompt(text)
+        me = view.name
+        assert {*view.mates} == ({*wolves} - {me} if me in wolves else set())
+        assert call.messages[0]["content"] == episode.calls[0].messages[0]["content"]
         if me not in wolves:
             assert "Attack" not in text
             assert not re.search(r"^Player\d: Player\d\.$", text, re.MULTILINE)  # neither attacks nor ballots
@@ -354,9 +382,8 @@ def test_werewolves_who_never_attack_lose(renderer: ChatRenderer, said: str, cal
     assert episode.error is None
     invalid = episode.metrics["workflow/invalid_actions/werewolf"]
     assert episode.reward == {"werewolf": pytest.approx(-workflow.INVALID_COST * invalid)}
-    last = {call.messages[0]["content"]: call for call in episode.calls}
-    texts = ["\n".join(message["content"] for message in call.messages) for call in last.values()]
-    asked = sum(len(re.findall(r"^Moderator: (?:Night|Speak|Vote)", text, re.MULTILINE)) for text in texts)
+    last = {call.agent: said_to(call) for call in episode.calls}
+    asked = sum(len(re.findall(r"^Moderator: (?:Night|Speak|Vote)", text, re.MULTILINE)) for text in last.values())
     assert len(episode.calls) == calls * asked
     assert bool(invalid) == ("nobody" not in said)
 
@@ -405,7 +432,7 @@ def test_scripted_players_know_the_rules() -> None:
 
 def test_a_player_reads_its_prompt() -> None:
     view = players.read_prompt(
-        "You are Player2, a werewolf with Player4 and Player9. Rules.\n<history>\n"
+        "Rules.\n<history>\nModerator: You are Player2, a werewolf with Player4 and Player9.\n"
         "Moderator: Night 1. Attack: Player1 Player3 Player5 Player6 Player7 Player8\n"
         "Moderator: Day 1. Player1 died.\n"
         "Player3: I am the seer. Player4 is a werewolf.\nPlayer5: I know nothing.\nPlayer6: I suspect Player4.\n"
@@ -416,7 +443,6 @@ def test_a_player_reads_its_prompt() -> None:
     assert view.prey == ["Player3", "Player5", "Player7", "Player8"]
     assert view.claimants() == ["Player3"]
     assert view.accused_by("Player3") == ["Player4"]
-    assert view.suspected() == ["Player4", "Player4"]
     assert view.silent() == ["Player5"]
     text, fields = players.answer(view, "strong", seed=0)
     assert fields["name"] in view.prey

@@ -23,7 +23,7 @@ async def play(seed: int, werewolves: Grade, village: Grade) -> Table:
     def model(role: str) -> ScriptedPlayer:
         return ScriptedPlayer(werewolves if role == WEREWOLF else village, seed)
 
-    table = Table(game, {name: seat(game, name, model(role)) for name, role in game.roles.items()})
+    table = Table(game, {name: seat(name, model(role)) for name, role in game.roles.items()})
     await table.play()
     return table
 

@@ -4,16 +4,15 @@ They know nothing but what the prompt says: who they are, what the moderator ann
 play on either side. `careless` knows the rules and little else: random choices and empty talk. `moderate` plays the
 roles that are not trained. `strong` shows how much there is to win.
 
-The village takes silence for guilt, believes whoever claims to be the seer, and listens to suspicions. So werewolves
-win by naming others, the same ones, and by killing the seer who came forward.
+The village takes silence for guilt, and believes whoever claims to be the seer. So werewolves win by naming others, the
+same ones, and by killing the seer who came forward.
 """
 
 from __future__ import annotations
 
 import random
 import re
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -32,9 +31,7 @@ _CLAIM = "I am the seer."
 _WOLF = re.compile(r"(Player\d) is a werewolf")
 _GOOD = re.compile(r"(Player\d) is good")
 _PLAYER = re.compile(r"Player\d")
-_SUSPECT = re.compile(r"I suspect (Player\d)")
-_SMALL_TALK = {"I know nothing.": 8, "I am a villager.": 1, "Let us think.": 1}
-"""What is said instead of a name, and how often. The first is the likeliest thing to say of a careless werewolf."""
+_TALK = "I know nothing."
 
 
 @dataclass(frozen=True)
@@ -93,11 +90,6 @@ class View:
         """Living players of whom a claimant said that they are werewolves."""
         found = [name for speaker, text in self.said() if speaker == claimant for name in _WOLF.findall(text)]
         return [name for name in dict.fromkeys(found) if name in self.living]
-
-    def suspected(self) -> list[str]:
-        """Whom others named today, once for each time."""
-        named = [name for _, text in self.said_today() for name in _SUSPECT.findall(text) + _WOLF.findall(text)]
-        return [name for name in named if name in self.living]
 
     def silent(self) -> list[str]:
         """Who spoke today and named nobody."""
@@ -160,9 +152,8 @@ def _claim(name: str) -> Answer:
     return f"{_CLAIM} {name} is a werewolf.", {"name": name}
 
 
-def _talk(rng: random.Random) -> Answer:
-    (text,) = rng.choices([*_SMALL_TALK], weights=[*_SMALL_TALK.values()])
-    return text, {"name": NOBODY}
+def _talk() -> Answer:
+    return _TALK, {"name": NOBODY}
 
 
 def _potion(*, save: bool, poison: str | None) -> Answer:
@@ -170,108 +161,81 @@ def _potion(*, save: bool, poison: str | None) -> Answer:
     return text, {"save": save, "poison": poison or NOBODY}
 
 
-def _most(names: Sequence[str]) -> str | None:
-    """The most frequent; the first among equals."""
-    return max(names, key=Counter(names).__getitem__) if names else None
+def _strong_werewolf(view: View) -> Answer:
+    """Attacks who claims to be the seer, is never silent, spares its mates, and joins in what they began."""
+    seers = [name for name in view.claimants() if name in view.prey]
+    if "Attack" in view.request:
+        return _name([*seers, *view.prey][0])
+    named = [name for speaker, text in view.said_today() if speaker in view.mates for name in _PLAYER.findall(text)]
+    joined = [name for name in named[::-1] if name in view.prey]
+    name = [*joined, *seers, *view.prey][0]
+    return _suspect(name) if "Speak" in view.request else _name(name)
 
 
-def _weigh(view: View, rng: random.Random, noise: float) -> str:
-    """Whom the village's evidence is against: a seer's word, silence, and what others suspect."""
-    good = view.checked(_GOOD)
-    against = {name: rng.uniform(0, noise) for name in view.living if name not in good} or {view.living[0]: 0.0}
-    evidence = {
-        4.0: [name for seer in view.claimants() for name in view.accused_by(seer)],
-        2.0: view.silent(),
-        1.0: view.suspected(),
-    }
-    for weight, names in evidence.items():
-        for name in names:
-            if name in against:
-                against[name] += weight
-    return max(against, key=against.__getitem__)
+def _moderate_werewolf(view: View, rng: random.Random) -> Answer:
+    """Plays well at times, and else attacks anybody, and is silent too often."""
+    if rng.random() < 0.2:
+        return _strong_werewolf(view)
+    if "Speak" in view.request:
+        return _talk()
+    return _name(rng.choice(view.prey))
 
 
 def _careless_werewolf(view: View, rng: random.Random) -> Answer:
     """Plays well now and then, and else is silent and takes the first choice there is."""
     if rng.random() < 0.25:
-        return _strong_werewolf(view, rng)
-    return _talk(rng) if "Speak" in view.request else _name(view.living[0])
+        return _strong_werewolf(view)
+    return _talk() if "Speak" in view.request else _name(view.living[0])
 
 
-def _moderate_werewolf(view: View, rng: random.Random) -> Answer:
-    """Attacks who claims to be the seer, spares its mates, is silent too often."""
-    seers = [name for name in view.claimants() if name in view.prey]
-    if "Attack" in view.request:
-        return _name(seers[0] if seers and rng.random() < 0.5 else rng.choice(view.prey))
-    prey = [name for name in view.suspected() if name in view.prey]
-    if "Speak" in view.request:
-        if rng.random() < 0.8:
-            return _talk(rng)
-        return _suspect(rng.choice(prey if prey and rng.random() < 0.5 else view.prey))
-    return _name((_most(prey) if rng.random() < 0.6 else None) or rng.choice(view.prey))
-
-
-def _strong_werewolf(view: View, rng: random.Random) -> Answer:
-    """Attacks who claims to be the seer, spares its mates, and joins in what they began."""
-    seers = [name for name in view.claimants() if name in view.prey]
-    if "Attack" in view.request:
-        return _name(seers[0] if seers else rng.choice(view.prey))
-    named = [name for speaker, text in view.said_today() if speaker in view.mates for name in _PLAYER.findall(text)]
-    joined = [name for name in named if name in view.prey]
-    suspected = [name for name in view.suspected() if name in view.prey]
-    if "Speak" in view.request:
-        return _suspect((joined or seers or suspected or [rng.choice(view.prey)])[0])
-    return _name(_most(suspected) or rng.choice(view.prey))
-
-
-def _careless_villager(view: View, rng: random.Random) -> Answer:
-    """Plays well half of the time, and else takes the first choice there is.
-
-    Without the former it would hardly ever win, and nobody learns from games that are always lost.
-    """
-    if rng.random() < 0.5:
-        return _strong_villager(view, rng)
-    if view.role == "witch" and "Night" in view.request:
-        return _potion(save=False, poison=None)
-    if "Speak" in view.request and rng.random() < 0.3:
-        return _talk(rng)
-    name = view.living[0]
-    return _suspect(name) if "Speak" in view.request else _name(name)
-
-
-def _able_villager(view: View, rng: random.Random, *, noise: float, silence: float) -> Answer:
-    """Saves the first victim, checks everybody once, tells what it found, and weighs the evidence."""
-    found = [name for name in view.checked(_WOLF) if name in view.living]
+def _strong_villager(view: View) -> Answer:
+    """Saves the first victim, checks one after the other, tells what it found, and heeds the evidence."""
+    accused = [name for seer in view.claimants() for name in view.accused_by(seer)]
     if "Night" in view.request and view.role == "witch":
-        accused = [name for seer in view.claimants() for name in view.accused_by(seer)]
-        poison = accused[0] if accused and "Poison" in view.request and not view.can_save else None
+        poison = accused[-1] if accused and "Poison" in view.request and not view.can_save else None
         return _potion(save=view.can_save, poison=poison)
+    found = [name for name in view.checked(_WOLF) if name in view.living]
+    known = view.checked(_GOOD) + view.checked(_WOLF)
+    unknown = [name for name in view.living if name not in known] or view.living
     if "Check" in view.request:
-        known = view.checked(_WOLF) + view.checked(_GOOD)
-        return _name(rng.choice([name for name in view.living if name not in known] or view.living))
+        return _name(unknown[0])
+    # What was said last counts most: after the last speech, everybody remembers the same.
+    silent = [name for name in view.silent()[::-1] if name in unknown]
+    name = [*found[::-1], *accused[::-1], *silent, *unknown][0]
     if "Speak" in view.request:
-        if found:
-            return _claim(found[-1])
-        return _talk(rng) if rng.random() < silence else _suspect(_weigh(view, rng, noise))
-    return _name(found[-1] if found else _weigh(view, rng, noise))
+        return _claim(name) if found else _suspect(name)
+    return _name(name)
 
 
 def _moderate_villager(view: View, rng: random.Random) -> Answer:
-    return _able_villager(view, rng, noise=4.0, silence=0.1)
+    """Plays well more often than not, and else names anybody."""
+    if rng.random() < 0.6 or "Save" in view.request or "Poison" in view.request:
+        return _strong_villager(view)
+    name = rng.choice(view.living)
+    return _suspect(name) if "Speak" in view.request else _name(name)
 
 
-def _strong_villager(view: View, rng: random.Random) -> Answer:
-    return _able_villager(view, rng, noise=0.5, silence=0.0)
+def _careless_villager(view: View, rng: random.Random) -> Answer:
+    """Plays well more often than not, and else takes the first choice there is.
+
+    With fewer good decisions it would hardly ever win, and nobody learns from games that are always lost.
+    """
+    if rng.random() < 0.5:
+        return _strong_villager(view)
+    if view.role == "witch" and "Night" in view.request:
+        return _potion(save=False, poison=None)
+    name = view.living[0]
+    return _suspect(name) if "Speak" in view.request else _name(name)
 
 
 _Player = Callable[[View, random.Random], Answer]
 _WEREWOLVES: dict[Grade, _Player] = {
     "careless": _careless_werewolf,
     "moderate": _moderate_werewolf,
-    "strong": _strong_werewolf,
+    "strong": lambda view, rng: _strong_werewolf(view),
 }
 _VILLAGE: dict[Grade, _Player] = {
     "careless": _careless_villager,
     "moderate": _moderate_villager,
-    "strong": _strong_villager,
+    "strong": lambda view, rng: _strong_villager(view),
 }

@@ -43,7 +43,9 @@ RULES = (
     "the living, the others when no werewolf is left. Say one short sentence, and call."
 )
 INVALID_COST = 0.1
-"""What a turn loses that named no allowed player. Whether a game was won says little about one answer of fifty."""
+"""What a turn loses that named no allowed player. Who won the game says little about one answer of fifty."""
+VOTE_REWARD = 0.1
+"""What a vote against a werewolf earns its villager, seer, witch or hunter."""
 NAME = Field(description=f"A living player, or {NOBODY}.")
 
 
@@ -80,19 +82,19 @@ class Potion(BaseModel):
     poison: str = NAME
 
 
-def system_prompt(game: Game, name: str) -> str:
-    """Who a player is, and what it has to know."""
+def identity(game: Game, name: str) -> str:
+    """Who a player is. All system prompts are the same, so that all prompts begin alike and this is run only once."""
     role = game.roles[name]
     mates = [mate for mate in game.players(role) if mate != name] if role == WEREWOLF else []
     article = "a" if ROLES.count(role) > 1 else "the"
-    return f"You are {name}, {article} {role}{' with ' + ' and '.join(mates) if mates else ''}. {RULES}"
+    return f"You are {name}, {article} {role}{' with ' + ' and '.join(mates) if mates else ''}."
 
 
-def seat(game: Game, name: str, model: ChatModelBase) -> ReActAgent:
+def seat(name: str, model: ChatModelBase) -> ReActAgent:
     """The agent that plays for a name."""
     agent = ReActAgent(
         name=name,
-        sys_prompt=system_prompt(game, name),
+        sys_prompt=RULES,
         model=model,
         formatter=OpenAIMultiAgentFormatter(),
         # The call, and the text if it came without one.
@@ -108,13 +110,15 @@ class Table:
 
     game: Game
     agents: dict[str, ReActAgent]
-    on_invalid: Callable[[str], None] = lambda role: None
-    """Hears the role of whoever named no allowed player."""
+    earns: Callable[[str, float], None] = lambda role, value: None
+    """Hears what the last turn of a role was worth by itself."""
     invalid: Counter[str] = field(default_factory=Counter)
     """How often each role did."""
 
     async def play(self) -> Side:
         """Nights and days until one side has won."""
+        for name, agent in self.agents.items():
+            await agent.observe(_moderator(identity(self.game, name)))
         while True:
             dawn = await self.night()
             if side := winner(self.game):
@@ -167,12 +171,20 @@ class Table:
                 await self.ask(name, "Speak. Suspects", Suspicion, game.others(name))
             # The ballot is secret. One after the other all the same: the order of calls fixes their random numbers.
             hub.set_auto_broadcast(False)
-            votes = {name: await self.ask(name, "Vote", Vote, game.others(name)) for name in game.living}
+            votes = {name: await self.vote(name) for name in game.living}
             out = voted_out(game, votes)
             news = f"{out or 'Nobody'} is voted out."
             if out is not None:
                 news += await self.last_shot(out, news, poisoned=False)
             await hub.broadcast(_moderator(news))
+
+    async def vote(self, name: str) -> str | None:
+        """Whom a player wants to leave."""
+        game = self.game
+        chosen = await self.ask(name, "Vote", Vote, game.others(name))
+        if chosen is not None and game.roles[chosen] == WEREWOLF != game.roles[name]:
+            self.earns(game.roles[name], VOTE_REWARD)
+        return chosen
 
     async def last_shot(self, name: str, news: str, *, poisoned: bool) -> str:
         """The shot of a hunter who has just died, and its announcement."""
@@ -193,7 +205,7 @@ class Table:
     def count_invalid(self, role: str) -> None:
         """The last answer of a role made no sense."""
         self.invalid[role] += 1
-        self.on_invalid(role)
+        self.earns(role, -INVALID_COST)
 
     async def request(self, name: str, text: str, model: type[BaseModel]) -> dict[str, Any]:
         """The fields of a player's answer; empty when it gave none that are valid."""
@@ -216,8 +228,8 @@ class Werewolves(Workflow):
         agents = {}
         for name, role in game.roles.items():
             model_tuner.register_model(role, default_model=self.default_model(role, seed))
-            agents[name] = seat(game, name, model_tuner.get_model(role))
-        table = Table(game, agents, lambda role: model_tuner.reward(role, -INVALID_COST))
+            agents[name] = seat(name, model_tuner.get_model(role))
+        table = Table(game, agents, model_tuner.reward)
         side = await table.play()
         return WorkflowOutput(
             reward=rewards(side),

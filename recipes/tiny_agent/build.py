@@ -14,6 +14,7 @@ import asyncio
 import random
 import time
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Annotated
 
@@ -135,6 +136,17 @@ def to_rows(episodes: Sequence[Episode]) -> list[Row]:
     return rows
 
 
+def record_stage(
+    stage: skills.Stage, tokenizer: PreTrainedTokenizerFast, seed: int, episodes: int, games: int
+) -> list[Row]:
+    """Everything a stage of the warm-up learns from."""
+    mix = [
+        *skills.skills(episodes, episodes // (8 if stage == "clean" else 16), seed=seed, stage=stage),
+        *_games(games, seed, grade="strong" if stage == "clean" else "careless"),
+    ]
+    return to_rows([episode for skill in mix for episode in record(skill, tokenizer)])
+
+
 # -------------------------------------------------------------------------------------------------- supervised
 
 
@@ -212,18 +224,12 @@ def build(
     ]
     plain = [piece for text in texts for piece in _without_tags(text)]
     tokenizer = make_tokenizer(plain)
-    stages: dict[skills.Stage, list[Row]] = {}
-    for number, stage in enumerate(("clean", "careless"), 1):
-        first = 1000 * (seed + 1) + number
-        mix = [
-            *skills.skills(episodes, episodes // (8 if stage == "clean" else 16), seed=first, stage=stage),
-            *_games(games, first, grade="strong" if stage == "clean" else "careless"),
-        ]
-        stages[stage] = to_rows([episode for skill in mix for episode in record(skill, tokenizer)])
-    print(
-        f"{len(tokenizer)} tokens, {sum(map(len, stages.values()))} rows, {time.perf_counter() - begun:.0f} s",
-        flush=True,
-    )
+    # One process for each stage.
+    with ProcessPoolExecutor(2) as pool:
+        clean = pool.submit(record_stage, "clean", tokenizer, 1000 * (seed + 1) + 1, episodes, games)
+        careless = pool.submit(record_stage, "careless", tokenizer, 1000 * (seed + 1) + 2, episodes, games)
+        stages = clean.result(), careless.result()
+    print(f"{len(tokenizer)} tokens, {sum(map(len, stages))} rows, {time.perf_counter() - begun:.0f} s", flush=True)
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=192,
@@ -242,8 +248,8 @@ def build(
     out.mkdir(parents=True, exist_ok=True)
     Qwen3ForCausalLM(config).save_pretrained(out)
     tokenizer.save_pretrained(out)
-    warm_up(out, clean_steps, 3e-3, stages["clean"], seed)
-    warm_up(out, careless_steps, 1e-3, stages["careless"], seed)
+    warm_up(out, clean_steps, 3e-3, stages[0], seed)
+    warm_up(out, careless_steps, 1e-3, stages[1], seed)
     write_card(out, seed)
 
 
