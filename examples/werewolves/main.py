@@ -32,11 +32,18 @@ def service_model(role: str, seed: int) -> ChatModelBase:
 
 
 def settings_for(train: str) -> list[str]:
-    """The settings that train these roles; hostile ones need weights of their own."""
+    """The settings that train these roles; hostile ones need weights of their own, and past opponents."""
     if train != "all":
         return [f"workflow.trainable_targets=[{train}]"]
-    roles = ",".join(dict.fromkeys(ROLES))
-    return [f"workflow.trainable_targets=[{roles}]", "roles.adapters=per_role", "model.lora.rank=16"]
+    village = ",".join(role for role in dict.fromkeys(ROLES) if role != WEREWOLF)
+    return [
+        f"workflow.trainable_targets=[{WEREWOLF},{village}]",
+        "roles.adapters=per_role",
+        f"roles.opponent_pool.teams=[[{WEREWOLF}],[{village}]]",
+        "model.lora.rank=16",
+        # Adapters start at zero and are few weights, so they take longer steps.
+        "algorithm.learning_rate=2e-3",
+    ]
 
 
 def main() -> None:

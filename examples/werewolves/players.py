@@ -31,7 +31,6 @@ _CLAIM = "I am the seer."
 _WOLF = re.compile(r"(Player\d) is a werewolf")
 _GOOD = re.compile(r"(Player\d) is good")
 _PLAYER = re.compile(r"Player\d")
-_TALK = "I know nothing."
 
 
 @dataclass(frozen=True)
@@ -92,8 +91,9 @@ class View:
         return [name for name in dict.fromkeys(found) if name in self.living]
 
     def silent(self) -> list[str]:
-        """Who spoke today and named nobody."""
-        return [name for name, text in self.said_today() if name in self.living and not _PLAYER.search(text)]
+        """Who spoke today and named nobody else."""
+        said = [(name, {*_PLAYER.findall(text)}) for name, text in self.said_today()]
+        return [name for name, named in said if name in self.living and not named - {name}]
 
     def checked(self, pattern: re.Pattern[str]) -> list[str]:
         """What the moderator told the seer."""
@@ -152,8 +152,9 @@ def _claim(name: str) -> Answer:
     return f"{_CLAIM} {name} is a werewolf.", {"name": name}
 
 
-def _talk() -> Answer:
-    return _TALK, {"name": NOBODY}
+def _silence(view: View) -> Answer:
+    # With the name, so that whoever looks for the silent finds it next to the fact, as with an accusation.
+    return f"{view.name} has nothing to say.", {"name": NOBODY}
 
 
 def _potion(*, save: bool, poison: str | None) -> Answer:
@@ -177,7 +178,7 @@ def _moderate_werewolf(view: View, rng: random.Random) -> Answer:
     if rng.random() < 0.2:
         return _strong_werewolf(view)
     if "Speak" in view.request:
-        return _talk()
+        return _silence(view)
     return _name(rng.choice(view.prey))
 
 
@@ -185,7 +186,7 @@ def _careless_werewolf(view: View, rng: random.Random) -> Answer:
     """Plays well now and then, and else is silent and takes the first choice there is."""
     if rng.random() < 0.25:
         return _strong_werewolf(view)
-    return _talk() if "Speak" in view.request else _name(view.living[0])
+    return _silence(view) if "Speak" in view.request else _name(view.living[0])
 
 
 def _strong_villager(view: View) -> Answer:
@@ -220,7 +221,7 @@ def _careless_villager(view: View, rng: random.Random) -> Answer:
 
     With fewer good decisions it would hardly ever win, and nobody learns from games that are always lost.
     """
-    if rng.random() < 0.5:
+    if rng.random() < 0.6:
         return _strong_villager(view)
     if view.role == "witch" and "Night" in view.request:
         return _potion(save=False, poison=None)

@@ -207,10 +207,10 @@ def _step(loaded, optimizer: torch.optim.AdamW, batch: list[Row], rate: float) -
 def build(
     out: Annotated[Path, typer.Option(help="Where the model goes.")] = ASSETS,
     seed: Annotated[int, typer.Option(help="Of weights, transcripts and order.")] = 0,
-    clean_steps: Annotated[int, typer.Option(help="Optimizer steps on clean transcripts.")] = 460,
+    clean_steps: Annotated[int, typer.Option(help="Optimizer steps on clean transcripts.")] = 600,
     careless_steps: Annotated[int, typer.Option(help="Optimizer steps on careless transcripts.")] = 200,
     episodes: Annotated[int, typer.Option(help="Math episodes per stage.")] = 6000,
-    games: Annotated[int, typer.Option(help="Games of Werewolves per stage, for either side.")] = 300,
+    games: Annotated[int, typer.Option(help="Games of Werewolves per stage, for either side.")] = 500,
 ) -> None:
     """Build the model, with its card."""
     torch.manual_seed(seed)
