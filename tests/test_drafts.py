@@ -12,6 +12,7 @@ import torch
 from engine_tools import load, play, start
 
 from agentscope_tuner.config import LoraConfig
+from agentscope_tuner.engine import drafts as drafts_module
 from agentscope_tuner.engine.drafts import Drafts
 from agentscope_tuner.engine.native import native_kernels
 from agentscope_tuner.engine.sampler import Sampler
@@ -152,6 +153,17 @@ def test_what_varies_is_not_guessed() -> None:
     for i in range(100):
         drafts.learn([1, 2, 3], [10 + i % 2])
     assert drafts.guess([1, 2, 3], 1) == []
+
+
+def test_the_table_does_not_grow_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drafts_module, "_MOST_CONTEXTS", 50)
+    drafts = Drafts()
+    for i in range(100):
+        drafts.learn([1, 2, 3], range(10 * i, 10 * i + 10))
+        assert len(drafts._next) <= 60
+    drafts.learn([1, 2, 3], [4])
+    drafts.learn([1, 2, 3], [4])
+    assert drafts.guess([1, 2, 3], 1) == [4]
 
 
 def test_new_weights_start_an_empty_table(tiny_model_dir: Path) -> None:

@@ -435,7 +435,8 @@ def test_a_player_reads_its_prompt() -> None:
         "Rules.\n<history>\nModerator: You are Player2, a werewolf with Player4 and Player9.\n"
         "Moderator: Night 1. Attack: Player1 Player3 Player5 Player6 Player7 Player8\n"
         "Moderator: Day 1. Player1 died.\n"
-        "Player3: I am the seer. Player4 is a werewolf.\nPlayer5: Player5 has nothing to say.\nPlayer6: I suspect Player4.\n"
+        "Player3: I am the seer. Player4 is a werewolf.\nPlayer5: Player5 has nothing to say.\n"
+        "Player6: I suspect Player4.\n"
         "Moderator: Player6 is voted out.\nModerator: Vote: Player3 Player4 Player5 Player7 Player8 Player9"
     )
     assert (view.name, view.role, view.mates, view.day) == ("Player2", "werewolf", ("Player4", "Player9"), 1)

@@ -16,6 +16,7 @@ _SURE = 2
 _STRONGEST = 8
 _DISAGREEMENT = 4
 """A guess that fails costs a row of work, one that holds saves a step; it has to hold four times out of five."""
+_MOST_CONTEXTS = 2**18
 
 
 class Drafts:
@@ -27,6 +28,8 @@ class Drafts:
 
     def learn(self, context: Sequence[int], completion: Sequence[int]) -> None:
         """Remember a completion and the tokens before it."""
+        if len(self._next) > _MOST_CONTEXTS:  # what is said often is soon learned again
+            self._next.clear()
         ids = (*context[-_CONTEXT:], *completion)
         for at in range(_CONTEXT, len(ids)):
             key = ids[at - _CONTEXT : at]
