@@ -30,6 +30,8 @@ from agentscope_tuner.config import AlgorithmConfig, EngineConfig, LoraConfig, T
 from agentscope_tuner.engine.decoder import FusedDecoder, ModuleDecoder
 from agentscope_tuner.engine.learner import Learner
 from agentscope_tuner.engine.models import layer_weight, load_model
+from agentscope_tuner.engine.native import NativeKernels
+from agentscope_tuner.engine.trainable import TrainableDecoder, choose_forward
 from agentscope_tuner.errors import ConfigError, ModelError, ParityError, PromptTooLongError
 from agentscope_tuner.policy import Sample, SamplingParams
 from agentscope_tuner.types import ModelCall
@@ -238,8 +240,8 @@ def test_an_error_while_computing_reaches_everybody_who_waits(tiny_model_dir: Pa
     assert all(isinstance(outcome, IndexError) for outcome in asyncio.run(run()))
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2"])
-def test_fused_families_and_grouped_heads(family: str, tiny_model_dir: Path, tmp_path: Path) -> None:
+def save_family(family: str, tiny_model_dir: Path, folder: Path) -> Path:
+    """A model of another family, with one key-value head."""
     shape = dict(
         vocab_size=300, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=1, max_position_embeddings=512, eos_token_id=1, bos_token_id=None, pad_token_id=0,
@@ -250,10 +252,15 @@ def test_fused_families_and_grouped_heads(family: str, tiny_model_dir: Path, tmp
         "mistral": lambda: MistralForCausalLM(MistralConfig(**shape, sliding_window=None)),
         "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**shape)),
     }[family]()
-    model.save_pretrained(tmp_path)
+    model.save_pretrained(folder)
     for file in tiny_model_dir.glob("*token*"):
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    loaded = load(tmp_path)
+        (folder / file.name).write_bytes(file.read_bytes())
+    return folder
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2"])
+def test_fused_families_and_grouped_heads(family: str, tiny_model_dir: Path, tmp_path: Path) -> None:
+    loaded = load(save_family(family, tiny_model_dir, tmp_path))
     sampler = start(loaded)
     assert isinstance(sampler._decoder, FusedDecoder)
     for call in play(loaded, sampler, episodes=8):
@@ -430,3 +437,28 @@ def test_branches_of_every_length_are_exact(tiny_model_dir: Path) -> None:
         ]
         for call, ours in zip(calls, learner.logprobs(calls), strict=True):
             assert (ours - plain_logprobs(loaded, call).detach()).abs().max() < 1e-4
+
+
+# ----------------------------------------------------------------------------------------- the learner's forward pass
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_compiled_steps_have_the_gradients_of_modules(family: str, tiny_model_dir: Path, tmp_path: Path) -> None:
+    loaded = load(tiny_model_dir if family == "qwen3" else save_family(family, tiny_model_dir, tmp_path))
+    calls = play(loaded, start(loaded), episodes=8)
+    datums = [Datum(call, (-1.0) ** i, 0.0, i) for i, call in enumerate(calls)]
+    weigh(datums, "token", 12)
+    learner = learner_of(loaded)
+    assert isinstance(learner._forward.__self__, TrainableDecoder)
+    learner.accumulate(datums)
+    compiled = gradients(loaded)
+    learner._forward = loaded.hidden_states
+    learner.accumulate(datums)
+    assert relative_difference(compiled, gradients(loaded)) < 1e-5
+
+
+def test_a_forward_pass_with_other_gradients_is_not_used(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = load(tiny_model_dir)
+    wrong = NativeKernels.swiglu_backward
+    monkeypatch.setattr(NativeKernels, "swiglu_backward", lambda *args: tuple(1.001 * grad for grad in wrong(*args)))
+    assert choose_forward(loaded, fused=True) == loaded.hidden_states

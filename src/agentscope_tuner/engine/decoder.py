@@ -195,6 +195,14 @@ class FusedDecoder:
         return self._head(hidden).float()
 
 
+def has_fused_form(loaded: LoadedModel) -> bool:
+    """Whether the model is of a family that hand-written passes know."""
+    config = loaded.model.config
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    # The rules "dynamic" and "longrope" depend on the length of the whole sequence, so no table can hold them.
+    return config.model_type in FUSED_FAMILIES and rope not in ("dynamic", "longrope")
+
+
 @torch.no_grad()
 def choose_decoder(loaded: LoadedModel, rows: int, *, fused: bool) -> Decoder:
     """The fastest decoder that computes what the model computes.
@@ -205,10 +213,7 @@ def choose_decoder(loaded: LoadedModel, rows: int, *, fused: bool) -> Decoder:
         fused: whether the fused decoder may be used.
     """
     modules = ModuleDecoder(loaded)
-    config = loaded.model.config
-    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    # The rules "dynamic" and "longrope" depend on the length of the whole sequence, so no table can hold them.
-    if not fused or config.model_type not in FUSED_FAMILIES or rope in ("dynamic", "longrope"):
+    if not fused or not has_fused_form(loaded):
         return modules
     device = loaded.device
     length = min(12, loaded.max_model_len)

@@ -1,7 +1,8 @@
-// Attention of new tokens over a key-value cache, read where it lies.
+// Attention of new tokens over a key-value cache, read where it lies; and the learner's steps between matrix products.
 //
 // Eager PyTorch has to copy the caches of a batch together, padded to the longest, before it can multiply; for long
-// sequences that costs several times the arithmetic. Plain C, so that it compiles in a second without any headers.
+// sequences that costs several times the arithmetic. And it takes a norm for five passes over memory, and ten more for
+// its gradient. Plain C, so that it compiles in a second without any headers.
 
 #include <algorithm>
 #include <cmath>
@@ -163,5 +164,81 @@ extern "C" void attend(const float* q, float* out, const float* keys, const floa
                 std::memcpy(out + ((row * kv_heads + head) * group + i % group) * d, &sums[i * d], d * sizeof(float));
             }
         }
+    }
+}
+
+// y = x * scale * weight for rows (rows, d), with scale = 1 / sqrt(mean(x^2) + eps), which is kept for the gradient.
+extern "C" void rms_norm(const float* x, const float* weight, float* y, float* scale, int64_t rows, int64_t d,
+                         float eps) {
+#pragma omp parallel for schedule(static)
+    for (int64_t row = 0; row < rows; row++) {
+        const float* in = x + row * d;
+        float squares = 0;
+#pragma omp simd reduction(+ : squares)
+        for (int64_t j = 0; j < d; j++) squares += in[j] * in[j];
+        const float by = scale[row] = 1 / std::sqrt(squares / d + eps);
+#pragma omp simd
+        for (int64_t j = 0; j < d; j++) y[row * d + j] = in[j] * by * weight[j];
+    }
+}
+
+// Gradients of `rms_norm`. `grad_weight` (d) is summed over pieces of rows, whose order is always the same.
+extern "C" void rms_norm_backward(const float* grad, const float* x, const float* weight, const float* scale,
+                                  float* grad_x, float* grad_weight, int64_t rows, int64_t d) {
+    constexpr int64_t PIECES = 32;
+    std::vector<float> sums(PIECES * d, 0.0f);
+#pragma omp parallel for schedule(static)
+    for (int64_t piece = 0; piece < PIECES; piece++) {
+        float* __restrict sum = sums.data() + piece * d;
+        for (int64_t row = piece * rows / PIECES; row < (piece + 1) * rows / PIECES; row++) {
+            const float *in = x + row * d, *g = grad + row * d;
+            float product = 0;
+#pragma omp simd reduction(+ : product)
+            for (int64_t j = 0; j < d; j++) product += g[j] * weight[j] * in[j];
+            const float by = scale[row], pull = product * by * by * by / d;
+#pragma omp simd
+            for (int64_t j = 0; j < d; j++) {
+                grad_x[row * d + j] = g[j] * weight[j] * by - in[j] * pull;
+                sum[j] += g[j] * in[j] * by;
+            }
+        }
+    }
+    std::fill(grad_weight, grad_weight + d, 0.0f);
+    for (int64_t piece = 0; piece < PIECES; piece++)
+        for (int64_t j = 0; j < d; j++) grad_weight[j] += sums[piece * d + j];
+}
+
+// Rotary embedding of x (rows, heads, d) by tables (positions, d); with sign -1 its transpose, which is its gradient.
+extern "C" void rotate(const float* x, const float* cosines, const float* sines, const int64_t* positions, float* y,
+                       int64_t rows, int64_t heads, int64_t d, float sign) {
+    const int64_t half = d / 2;
+#pragma omp parallel for schedule(static)
+    for (int64_t row = 0; row < rows; row++) {
+        const float *c = cosines + positions[row] * d, *s = sines + positions[row] * d;
+        for (int64_t head = 0; head < heads; head++) {
+            const float* in = x + (row * heads + head) * d;
+            float* out = y + (row * heads + head) * d;
+#pragma omp simd
+            for (int64_t j = 0; j < half; j++) {
+                out[j] = in[j] * c[j] - sign * in[j + half] * s[j];
+                out[j + half] = in[j + half] * c[j] + sign * in[j] * s[j];
+            }
+        }
+    }
+}
+
+// y = silu(gate) * up, number by number.
+extern "C" void swiglu(const float* gate, const float* up, float* y, int64_t n) {
+#pragma omp parallel for simd schedule(static)
+    for (int64_t i = 0; i < n; i++) y[i] = gate[i] / (1 + std::exp(-gate[i])) * up[i];
+}
+
+extern "C" void swiglu_backward(const float* grad, const float* gate, const float* up, float* grad_gate, float* grad_up,
+                                int64_t n) {
+#pragma omp parallel for simd schedule(static)
+    for (int64_t i = 0; i < n; i++) {
+        const float sigmoid = 1 / (1 + std::exp(-gate[i]));
+        grad_up[i] = grad[i] * gate[i] * sigmoid;
+        grad_gate[i] = grad[i] * up[i] * sigmoid * (1 + gate[i] * (1 - sigmoid));
     }
 }

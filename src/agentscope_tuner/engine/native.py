@@ -9,9 +9,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,9 +26,19 @@ class NativeKernels:
     """What `native.cpp` offers, on tensors."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self._attend = library.attend
-        self._attend.restype = None
-        self._attend.argtypes = [ctypes.c_void_p] * 8 + [ctypes.c_int64] * 6
+        def take(name: str, addresses: int, *sizes: type) -> Any:
+            function = getattr(library, name)
+            function.restype = None
+            function.argtypes = [ctypes.c_void_p] * addresses + [*sizes]
+            return function
+
+        size, number = ctypes.c_int64, ctypes.c_float
+        self._attend = take("attend", 8, *[size] * 6)
+        self._rms_norm = take("rms_norm", 4, size, size, number)
+        self._rms_norm_backward = take("rms_norm_backward", 6, size, size)
+        self._rotate = take("rotate", 5, size, size, size, number)
+        self._swiglu = take("swiglu", 3, size)
+        self._swiglu_backward = take("swiglu_backward", 5, size)
 
     def attend(
         self,
@@ -53,10 +64,49 @@ class NativeKernels:
         rows, heads, d = q.shape
         kv_heads, capacity = keys.shape[1:3]
         out = torch.empty_like(q)
-        addresses = (x.data_ptr() for x in (q, out, keys, values, trunk_keys, trunk_values, slots, lengths))
+        addresses = _addresses(q, out, keys, values, trunk_keys, trunk_values, slots, lengths)
         sizes = (rows, kv_heads, heads // kv_heads, d, capacity, trunk_keys.shape[1])
         self._attend(*addresses, *sizes)
         return out
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """`x * scale * weight` for x (..., d) and weight (d,), and scale (...), the inverse root of the mean square."""
+        x, d = x.contiguous(), x.shape[-1]
+        y, scale = torch.empty_like(x), x.new_empty(x.shape[:-1])
+        self._rms_norm(*_addresses(x, weight, y, scale), x.numel() // d, d, eps)
+        return y, scale
+
+    def rms_norm_backward(self, grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradients of x and weight."""
+        grad, x, d = grad.contiguous(), x.contiguous(), x.shape[-1]
+        grad_x, grad_weight = torch.empty_like(x), torch.empty_like(weight)
+        self._rms_norm_backward(*_addresses(grad, x, weight, scale, grad_x, grad_weight), x.numel() // d, d)
+        return grad_x, grad_weight
+
+    def rotate(self, x: Tensor, cosines: Tensor, sines: Tensor, positions: Tensor, *, back: bool = False) -> Tensor:
+        """Rotary embedding of x (N, H, d) at positions (N,) by tables (length, d); or its transpose."""
+        x = x.contiguous()
+        y = torch.empty_like(x)
+        self._rotate(*_addresses(x, cosines, sines, positions, y), *x.shape, -1.0 if back else 1.0)
+        return y
+
+    def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
+        """`silu(gate) * up`."""
+        gate, up = gate.contiguous(), up.contiguous()
+        y = torch.empty_like(gate)
+        self._swiglu(*_addresses(gate, up, y), y.numel())
+        return y
+
+    def swiglu_backward(self, grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradients of gate and up."""
+        grad, gate, up = grad.contiguous(), gate.contiguous(), up.contiguous()
+        grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
+        self._swiglu_backward(*_addresses(grad, gate, up, grad_gate, grad_up), grad.numel())
+        return grad_gate, grad_up
+
+
+def _addresses(*tensors: Tensor) -> Iterator[int]:
+    return (tensor.data_ptr() for tensor in tensors)
 
 
 @cache

@@ -1,0 +1,137 @@
+"""The learner's forward pass for common families: the model's own linear layers, compiled steps between them.
+
+transformers' modules take a norm, a rotary embedding or an activation for many passes over memory, and as many again
+for their gradients; together as long as the matrix products. It is used only when it agrees with them on a probe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from agentscope_tuner.engine.attention import CausalLayout, Layout
+from agentscope_tuner.engine.decoder import has_fused_form
+from agentscope_tuner.engine.models import LoadedModel
+from agentscope_tuner.engine.native import NativeKernels, native_kernels
+
+_TOLERANCE = 1e-4
+
+Forward = Callable[[Tensor, Tensor, Layout], Tensor]
+"""From token ids and absolute positions (1, N) to hidden states (1, N, D)."""
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, kernels: NativeKernels) -> Tensor:
+        y, scale = kernels.rms_norm(x, weight, eps)
+        ctx.save_for_backward(x, weight, scale)
+        ctx.kernels = kernels
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        return *ctx.kernels.rms_norm_backward(grads[0], *ctx.saved_tensors), None, None
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, cosines: Tensor, sines: Tensor, positions: Tensor, kernels: NativeKernels
+    ) -> Tensor:
+        ctx.tables = (cosines, sines, positions)
+        ctx.kernels = kernels
+        rotated: Tensor = kernels.rotate(x, cosines, sines, positions)
+        return rotated
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return ctx.kernels.rotate(grads[0], *ctx.tables, back=True), None, None, None, None
+
+
+class _Gate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, kernels: NativeKernels) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        ctx.kernels = kernels
+        gated: Tensor = kernels.swiglu(gate, up)
+        return gated
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        return *ctx.kernels.swiglu_backward(grads[0], *ctx.saved_tensors), None
+
+
+class TrainableDecoder:
+    """A hand-written forward pass with gradients, for the families that the fused decoder knows."""
+
+    def __init__(self, loaded: LoadedModel, kernels: NativeKernels) -> None:
+        self._loaded = loaded
+        self._kernels = kernels
+        self._eps = loaded.model.config.rms_norm_eps
+        rotary = loaded.model.get_decoder().rotary_emb
+        cosines, sines = rotary(torch.empty(0), torch.arange(loaded.max_model_len)[None])
+        self._cosines, self._sines = cosines[0].contiguous(), sines[0].contiguous()
+
+    def hidden_states(self, ids: Tensor, positions: Tensor, layout: Layout) -> Tensor:
+        """(1, N) token ids and absolute positions to (1, N, D)."""
+        base = self._loaded.model.get_decoder()
+        x = base.embed_tokens(ids[0])
+        for index, block in enumerate(base.layers):
+            attention, mlp = block.self_attn, block.mlp
+            normed = self._norm(x, block.input_layernorm)
+            q = self._heads(attention.q_proj(normed), attention, "q_norm", positions[0])
+            k = self._heads(attention.k_proj(normed), attention, "k_norm", positions[0])
+            v = attention.v_proj(normed).unflatten(-1, (-1, attention.head_dim))
+            q, k, v = (heads.transpose(0, 1)[None] for heads in (q, k, v))
+            attended = layout.attend(index, q, k, v, attention.scaling)
+            x = x + attention.o_proj(attended[0].flatten(1))
+            normed = self._norm(x, block.post_attention_layernorm)
+            gated: Tensor = _Gate.apply(mlp.gate_proj(normed), mlp.up_proj(normed), self._kernels)  # type: ignore[no-untyped-call]
+            x = x + mlp.down_proj(gated)
+        return self._norm(x, base.norm)[None]
+
+    def _norm(self, x: Tensor, norm: Any) -> Tensor:
+        normed: Tensor = _Norm.apply(x, norm.weight, self._eps, self._kernels)  # type: ignore[no-untyped-call]
+        return normed
+
+    def _heads(self, x: Tensor, attention: Any, norm: str, positions: Tensor) -> Tensor:
+        heads = x.unflatten(-1, (-1, attention.head_dim))  # (N, H, d)
+        if hasattr(attention, norm):
+            heads = self._norm(heads, getattr(attention, norm))
+        rotated: Tensor = _Rotate.apply(heads, self._cosines, self._sines, positions, self._kernels)  # type: ignore[no-untyped-call]
+        return rotated
+
+
+def choose_forward(loaded: LoadedModel, *, fused: bool) -> Forward:
+    """The fastest forward pass that computes what the model's modules compute, gradients included."""
+    kernels = native_kernels() if fused and loaded.device.type == "cpu" else None
+    if kernels is None or loaded.model.dtype != torch.float32 or not has_fused_form(loaded):
+        return loaded.hidden_states
+    length = min(12, loaded.max_model_len)
+    probe = (torch.arange(length) * 7919 % loaded.vocabulary)[None]
+    positions = torch.arange(length)[None]
+    learning = [*loaded.trainable_parameters().values()][:8]
+
+    def outcome(forward: Forward) -> list[Tensor]:
+        with torch.enable_grad():
+            hidden = forward(probe, positions, CausalLayout())
+            toward = torch.linspace(-1, 1, hidden.numel()).view_as(hidden)
+            grads = torch.autograd.grad((hidden * toward).sum(), learning, allow_unused=True)
+        return [hidden.detach(), *(torch.zeros(()) if grad is None else grad for grad in grads)]
+
+    expected = outcome(loaded.hidden_states)
+    try:
+        found = outcome(TrainableDecoder(loaded, kernels).hidden_states)
+    except (AttributeError, RuntimeError):  # a layer is missing or has another form
+        return loaded.hidden_states
+    near = all(
+        a.shape == b.shape and (a - b).norm() <= _TOLERANCE * b.norm() for a, b in zip(found, expected, strict=True)
+    )
+    return TrainableDecoder(loaded, kernels).hidden_states if near else loaded.hidden_states
