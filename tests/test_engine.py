@@ -30,7 +30,7 @@ from agentscope_tuner.config import AlgorithmConfig, EngineConfig, LoraConfig, T
 from agentscope_tuner.engine.decoder import FusedDecoder, ModuleDecoder
 from agentscope_tuner.engine.learner import Learner
 from agentscope_tuner.engine.models import layer_weight, load_model
-from agentscope_tuner.engine.native import NativeKernels
+from agentscope_tuner.engine.native import NativeKernels, native_kernels
 from agentscope_tuner.engine.trainable import TrainableDecoder, choose_forward
 from agentscope_tuner.errors import ConfigError, ModelError, ParityError, PromptTooLongError
 from agentscope_tuner.policy import Sample, SamplingParams
@@ -461,4 +461,4 @@ def test_a_forward_pass_with_other_gradients_is_not_used(tiny_model_dir: Path, m
     loaded = load(tiny_model_dir)
     wrong = NativeKernels.swiglu_backward
     monkeypatch.setattr(NativeKernels, "swiglu_backward", lambda *args: tuple(1.001 * grad for grad in wrong(*args)))
-    assert choose_forward(loaded, fused=True) == loaded.hidden_states
+    assert choose_forward(loaded, native_kernels()) == loaded.hidden_states

@@ -23,6 +23,7 @@ from agentscope_tuner.algorithms.losses import entropy, k3_divergence, policy_lo
 from agentscope_tuner.algorithms.packing import PackedTree, pack
 from agentscope_tuner.config import AlgorithmConfig, EngineConfig
 from agentscope_tuner.engine.models import LoadedModel
+from agentscope_tuner.engine.native import native_kernels
 from agentscope_tuner.engine.trainable import choose_forward
 from agentscope_tuner.engine.tree_attention import TreeLayout
 from agentscope_tuner.errors import ParityError
@@ -119,7 +120,9 @@ class Learner:
         self._total_updates = total_updates
         self._loaded = loaded
         self._algorithm = algorithm
-        self._forward = choose_forward(loaded, fused=engine.fast_decoder)
+        fits = engine.fast_decoder and loaded.device.type == "cpu" and loaded.model.dtype == torch.float32
+        self._kernels = native_kernels() if fits else None
+        self._forward = choose_forward(loaded, self._kernels)
         self._micro_batch_tokens = engine.micro_batch_tokens
         self._max_tokens = max_tokens
         self.parameters = loaded.trainable_parameters()
@@ -328,7 +331,7 @@ class Learner:
         ids = torch.tensor([tree.ids], device=device)
         positions = torch.tensor([tree.positions], device=device)
         forward = self._forward if loaded is self._loaded else loaded.hidden_states
-        hidden = forward(ids, positions, TreeLayout(tree, device))
+        hidden = forward(ids, positions, TreeLayout(tree, device, self._kernels))
         return hidden[0].index_select(0, entries.hidden.to(device))
 
     def _parity_error(self, call: ModelCall, gap: float) -> ParityError:

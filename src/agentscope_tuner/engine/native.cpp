@@ -1,8 +1,9 @@
-// Attention of new tokens over a key-value cache, read where it lies; and the learner's steps between matrix products.
+// Attention of new tokens over a key-value cache, read where it lies; the learner's attention along a packed tree, and
+// its steps between matrix products.
 //
 // Eager PyTorch has to copy the caches of a batch together, padded to the longest, before it can multiply; for long
 // sequences that costs several times the arithmetic. And it takes a norm for five passes over memory, and ten more for
-// its gradient. Plain C, so that it compiles in a second without any headers.
+// its gradient. No headers but the standard ones, so that it compiles in a few seconds anywhere.
 
 #include <algorithm>
 #include <cmath>
@@ -17,85 +18,102 @@ namespace {
 typedef float Lanes __attribute__((vector_size(64), aligned(4)));
 constexpr int64_t LANES = 16;
 constexpr int64_t TILE = 2 * LANES;  // keys or values that are read together
-constexpr int64_t BLOCK = 16;        // most rows of a sequence that read them together
-constexpr int64_t FEW = 6;           // so few queries do not pay for turning the keys round
+constexpr int64_t BLOCK = 96;        // about so many queries read them together
+#ifdef __AVX512F__
+constexpr int TOGETHER = 4;  // rows that are computed at once: as many as there are registers for
+#else
+constexpr int TOGETHER = 2;
+#endif
 
-// Scores of `group` queries (group, d) against keys (n, d), written to rows of `stride` numbers.
-void score(const float* __restrict q, const float* __restrict keys, float* __restrict scores, int64_t n, int64_t group,
-           int64_t d, int64_t stride) {
-    for (int64_t t = 0; t < n; t++) {
-        const float* key = keys + t * d;
-        for (int64_t g = 0; g < group; g++) {
-            const float* query = q + g * d;
-            float sum = 0;
-#pragma omp simd reduction(+ : sum)
-            for (int64_t j = 0; j < d; j++) sum += query[j] * key[j];
-            scores[g * stride + t] = sum;
+inline Lanes load(const float* from) { return *reinterpret_cast<const Lanes*>(from); }
+inline void store(float* to, Lanes lanes) { *reinterpret_cast<Lanes*>(to) = lanes; }
+
+// Rows of a matrix, `stride` numbers apart.
+struct Rows {
+    const float* start;
+    int64_t stride;
+    const float* operator[](int64_t row) const { return start + row * stride; }
+};
+
+template <int N>
+void score_rows(const float* a, const float* turned, float* out, int64_t width, int64_t d, int64_t stride) {
+    Lanes low[N] = {}, high[N] = {};
+    for (int64_t j = 0; j < d; j++) {
+        const Lanes first = load(turned + j * TILE), second = load(turned + j * TILE + LANES);
+        for (int r = 0; r < N; r++) {
+            low[r] += a[r * d + j] * first;
+            high[r] += a[r * d + j] * second;
         }
+    }
+    for (int r = 0; r < N; r++) {
+        float tile[TILE];
+        store(tile, low[r]);
+        store(tile + LANES, high[r]);
+        std::memcpy(out + r * stride, tile, width * sizeof(float));
     }
 }
 
-// Adds values (n, d), weighted by rows of `stride` numbers, to `out` (group, d).
-void weigh(const float* __restrict weights, const float* __restrict values, float* __restrict out, int64_t n,
-           int64_t group, int64_t d, int64_t stride) {
-    for (int64_t t = 0; t < n; t++) {
-        const float* value = values + t * d;
-        for (int64_t g = 0; g < group; g++) {
-            const float weight = weights[g * stride + t];
-            float* sum = out + g * d;
-#pragma omp simd
-            for (int64_t j = 0; j < d; j++) sum[j] += weight * value[j];
-        }
-    }
-}
-
-// The same as `score` for many queries: a tile of keys is turned round, so that lanes hold different keys.
-void score_many(const float* __restrict q, const float* __restrict keys, float* __restrict scores, int64_t n,
-                int64_t queries, int64_t d, int64_t stride, float* __restrict turned) {
+// out (m, n), rows of `stride` numbers, becomes a (m, d) times b (n, d) turned round.
+void multiply(const float* a, Rows b, float* out, int64_t m, int64_t n, int64_t d, int64_t stride) {
+    thread_local std::vector<float> turned;
+    turned.resize(d * TILE);
     for (int64_t first = 0; first < n; first += TILE) {
         const int64_t width = std::min(TILE, n - first);
         for (int64_t t = 0; t < width; t++)
-            for (int64_t j = 0; j < d; j++) turned[j * TILE + t] = keys[(first + t) * d + j];
-        for (int64_t i = 0; i < queries; i++) {
-            Lanes low = {}, high = {};
-            for (int64_t j = 0; j < d; j++) {
-                const float number = q[i * d + j];
-                low += number * *reinterpret_cast<const Lanes*>(turned + j * TILE);
-                high += number * *reinterpret_cast<const Lanes*>(turned + j * TILE + LANES);
-            }
-            float tile[TILE];
-            std::memcpy(tile, &low, sizeof low);
-            std::memcpy(tile + LANES, &high, sizeof high);
-            std::memcpy(scores + i * stride + first, tile, width * sizeof(float));
+            for (int64_t j = 0; j < d; j++) turned[j * TILE + t] = b[first + t][j];
+        int64_t i = 0;
+        for (; i + TOGETHER <= m; i += TOGETHER)
+            score_rows<TOGETHER>(a + i * d, turned.data(), out + i * stride + first, width, d, stride);
+        for (; i < m; i++) score_rows<1>(a + i * d, turned.data(), out + i * stride + first, width, d, stride);
+    }
+}
+
+// The same for one query or a few, which do not pay for turning b round.
+void multiply_few(const float* a, Rows b, float* out, int64_t m, int64_t n, int64_t d, int64_t stride) {
+    for (int64_t t = 0; t < n; t++) {
+        for (int64_t i = 0; i < m; i++) {
+            float sum = 0;
+#pragma omp simd reduction(+ : sum)
+            for (int64_t j = 0; j < d; j++) sum += a[i * d + j] * b[t][j];
+            out[i * stride + t] = sum;
         }
     }
 }
 
-// The same as `weigh` for many queries, of which query i reads the first `seen[i]` values.
-void weigh_many(const float* __restrict weights, const float* __restrict values, float* __restrict out,
-                const int64_t* seen, int64_t n, int64_t queries, int64_t d, int64_t stride) {
+template <int N>
+void add_rows(const float* weights, int64_t across, int64_t down, Rows b, float* out, int64_t out_stride, int64_t n,
+              int64_t d) {
     const int64_t whole = d / LANES * LANES;
-    for (int64_t first = 0; first < n; first += TILE) {
-        for (int64_t i = 0; i < queries; i++) {
-            const int64_t last = std::min(first + TILE, seen[i]);
-            const float* row = weights + i * stride;
-            for (int64_t j = 0; j < whole; j += LANES) {
-                Lanes even = *reinterpret_cast<const Lanes*>(out + i * d + j), odd = {};
-                int64_t t = first;
-                for (; t + 1 < last; t += 2) {
-                    even += row[t] * *reinterpret_cast<const Lanes*>(values + t * d + j);
-                    odd += row[t + 1] * *reinterpret_cast<const Lanes*>(values + (t + 1) * d + j);
-                }
-                if (t < last) even += row[t] * *reinterpret_cast<const Lanes*>(values + t * d + j);
-                *reinterpret_cast<Lanes*>(out + i * d + j) = even + odd;
-            }
-            for (int64_t j = whole; j < d; j++)
-                for (int64_t t = first; t < last; t++) out[i * d + j] += row[t] * values[t * d + j];
+    for (int64_t j = 0; j < whole; j += LANES) {
+        Lanes sum[N];
+        for (int r = 0; r < N; r++) sum[r] = load(out + r * out_stride + j);
+        for (int64_t t = 0; t < n; t++) {
+            const Lanes number = load(b[t] + j);
+            for (int r = 0; r < N; r++) sum[r] += weights[r * down + t * across] * number;
         }
+        for (int r = 0; r < N; r++) store(out + r * out_stride + j, sum[r]);
+    }
+    for (int r = 0; r < N; r++)
+        for (int64_t t = 0; t < n; t++)
+            for (int64_t j = whole; j < d; j++) out[r * out_stride + j] += weights[r * down + t * across] * b[t][j];
+}
+
+// Adds weights (m, n) times b (n, d) to out (m, d). The weight of (i, t) is at `i * down + t * across`.
+void add_product(const float* weights, int64_t across, int64_t down, Rows b, float* out, int64_t out_stride, int64_t m,
+                 int64_t n, int64_t d) {
+    for (int64_t first = 0; first < n; first += TILE) {
+        const int64_t width = std::min(TILE, n - first);
+        const Rows tile{b[first], b.stride};
+        const float* from = weights + first * across;
+        int64_t i = 0;
+        for (; i + TOGETHER <= m; i += TOGETHER)
+            add_rows<TOGETHER>(from + i * down, across, down, tile, out + i * out_stride, out_stride, width, d);
+        for (; i < m; i++) add_rows<1>(from + i * down, across, down, tile, out + i * out_stride, out_stride, width, d);
     }
 }
 
-void softmax(float* __restrict x, int64_t n) {
+// Softmax of the first n numbers, zero for the others up to `width`; returns the logarithm of the sum of exponentials.
+float softmax(float* __restrict x, int64_t n, int64_t width) {
     float most = x[0];
     for (int64_t i = 1; i < n; i++) most = std::max(most, x[i]);
     float sum = 0;
@@ -105,64 +123,197 @@ void softmax(float* __restrict x, int64_t n) {
     }
     const float scale = 1 / sum;
     for (int64_t i = 0; i < n; i++) x[i] *= scale;
+    std::fill(x + n, x + width, 0.0f);
+    return most + std::log(sum);
 }
 
 }  // namespace
 
 // q, out: (rows, kv_heads, group, d), queries scaled. keys, values: (slots, kv_heads, capacity, d), of which a row sees
 // the first `lengths` of its slot, after the trunk's (kv_heads, trunk, d) if there is one. Neighbouring rows of one slot
-// read it together, best in the order of their lengths.
+// read it together.
 extern "C" void attend(const float* q, float* out, const float* keys, const float* values, const float* trunk_keys,
                        const float* trunk_values, const int64_t* slots, const int64_t* lengths, int64_t rows,
                        int64_t kv_heads, int64_t group, int64_t d, int64_t capacity, int64_t trunk) {
+    const int64_t most = std::max<int64_t>(1, BLOCK / group);
     std::vector<std::pair<int64_t, int64_t>> blocks;  // first row, rows
     for (int64_t row = 0; row < rows; row++) {
-        const bool more = row > 0 && slots[row] == slots[row - 1] && blocks.back().second < BLOCK;
-        if (more)
+        if (row > 0 && slots[row] == slots[row - 1] && blocks.back().second < most)
             blocks.back().second++;
         else
             blocks.emplace_back(row, 1);
     }
+    const int64_t row_size = kv_heads * group * d;
 #pragma omp parallel
     {
-        std::vector<float> scores, queries, sums, turned(d * TILE);
-        std::vector<int64_t> seen;
+        std::vector<float> scores, queries, sums;
 #pragma omp for schedule(dynamic, 1)
         for (int64_t work = 0; work < static_cast<int64_t>(blocks.size()) * kv_heads; work++) {
             const auto [first, count] = blocks[work / kv_heads];
             const int64_t head = work % kv_heads, many = count * group;
             const int64_t at = (slots[first] * kv_heads + head) * capacity * d, shared = head * trunk * d;
+            const int64_t own = *std::max_element(lengths + first, lengths + first + count), width = trunk + own;
             queries.resize(many * d);
             sums.assign(many * d, 0.0f);
-            seen.resize(many);
+            scores.resize(many * width);
+            for (int64_t i = 0; i < count; i++)
+                std::memcpy(&queries[i * group * d], q + (first + i) * row_size + head * group * d,
+                            group * d * sizeof(float));
+            const auto score = many < TOGETHER ? multiply_few : multiply;
+            score(queries.data(), {trunk_keys + shared, d}, scores.data(), many, trunk, d, width);
+            score(queries.data(), {keys + at, d}, scores.data() + trunk, many, own, d, width);
+            for (int64_t i = 0; i < many; i++)
+                softmax(&scores[i * width], trunk + lengths[first + i / group], width);
+            add_product(scores.data(), 1, width, {trunk_values + shared, d}, sums.data(), d, many, trunk, d);
+            add_product(scores.data() + trunk, 1, width, {values + at, d}, sums.data(), d, many, own, d);
+            for (int64_t i = 0; i < count; i++)
+                std::memcpy(out + (first + i) * row_size + head * group * d, &sums[i * group * d],
+                            group * d * sizeof(float));
+        }
+    }
+}
+
+namespace {
+
+// Tokens `first` up to `end` of a packed tree; they see some spans of it, and themselves causally.
+struct Stretch {
+    int64_t first, end;
+    std::vector<std::pair<int64_t, int64_t>> path;
+    int64_t seen;  // tokens of the path
+
+    int64_t width() const { return seen + end - first; }
+};
+
+// Cuts (stretches, 4) rows of first, end, first span and number of spans, with spans (any, 2), to pieces.
+std::vector<Stretch> cut(const int64_t* stretches, const int64_t* spans, int64_t count, int64_t group) {
+    const int64_t most = std::max<int64_t>(1, BLOCK / group);
+    std::vector<Stretch> pieces;
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t* row = stretches + 4 * i;
+        Stretch piece{row[0], row[0], {}, 0};
+        for (int64_t s = row[2]; s < row[2] + row[3]; s++) {
+            piece.path.emplace_back(spans[2 * s], spans[2 * s + 1]);
+            piece.seen += spans[2 * s + 1] - spans[2 * s];
+        }
+        piece.path.emplace_back(row[0], row[0]);
+        for (int64_t first = row[0]; first < row[1]; first += most) {
+            piece.seen += first - piece.first;
+            piece.path.back().second = piece.first = first;
+            piece.end = std::min(first + most, row[1]);
+            pieces.push_back(piece);
+        }
+    }
+    return pieces;
+}
+
+// Calls `visit(place among the piece's keys, first token, tokens)` for everything that it sees.
+template <class Visit>
+void each_span(const Stretch& piece, Visit visit) {
+    int64_t at = 0;
+    for (const auto& [first, end] : piece.path) {
+        if (end > first) visit(at, first, end - first);
+        at += end - first;
+    }
+    visit(at, piece.first, piece.end - piece.first);
+}
+
+// Copies what belongs to a key-value head between x (tokens, kv_heads, size) and rows (tokens of the piece, size).
+void take(const float* x, float* rows, const Stretch& piece, int64_t kv_heads, int64_t head, int64_t size) {
+    for (int64_t token = piece.first; token < piece.end; token++)
+        std::memcpy(rows + (token - piece.first) * size, x + (token * kv_heads + head) * size, size * sizeof(float));
+}
+void put(const float* rows, float* x, const Stretch& piece, int64_t kv_heads, int64_t head, int64_t size) {
+    for (int64_t token = piece.first; token < piece.end; token++)
+        std::memcpy(x + (token * kv_heads + head) * size, rows + (token - piece.first) * size, size * sizeof(float));
+}
+
+}  // namespace
+
+// Attention along a packed tree. q, out: (tokens, kv_heads, group, d), queries scaled; k, v: (tokens, kv_heads, d);
+// logsums: (tokens, kv_heads, group), for the gradient.
+extern "C" void tree_attend(const float* q, const float* k, const float* v, float* out, float* logsums,
+                            const int64_t* stretches, const int64_t* spans, int64_t count, int64_t kv_heads,
+                            int64_t group, int64_t d) {
+    const std::vector<Stretch> pieces = cut(stretches, spans, count, group);
+    const int64_t stride = kv_heads * d;
+#pragma omp parallel
+    {
+        std::vector<float> scores, queries, sums, logs;
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t work = 0; work < static_cast<int64_t>(pieces.size()) * kv_heads; work++) {
+            const Stretch& piece = pieces[work / kv_heads];
+            const int64_t head = work % kv_heads, many = (piece.end - piece.first) * group, width = piece.width();
+            queries.resize(many * d);
+            sums.assign(many * d, 0.0f);
+            logs.resize(many);
+            scores.resize(many * width);
+            take(q, queries.data(), piece, kv_heads, head, group * d);
+            each_span(piece, [&](int64_t at, int64_t first, int64_t n) {
+                multiply(queries.data(), {k + first * stride + head * d, stride}, &scores[at], many, n, d, width);
+            });
+            for (int64_t i = 0; i < many; i++) logs[i] = softmax(&scores[i * width], piece.seen + i / group + 1, width);
+            each_span(piece, [&](int64_t at, int64_t first, int64_t n) {
+                add_product(&scores[at], 1, width, {v + first * stride + head * d, stride}, sums.data(), d, many, n, d);
+            });
+            put(sums.data(), out, piece, kv_heads, head, group * d);
+            put(logs.data(), logsums, piece, kv_heads, head, group);
+        }
+    }
+}
+
+// Gradients of `tree_attend`. grad_k and grad_v: (parts, tokens, kv_heads, d), to be summed by the caller: pieces of
+// different parts may add to the same keys at the same time. All gradients are zero at first.
+extern "C" void tree_attend_backward(const float* grad, const float* q, const float* k, const float* v,
+                                     const float* out, const float* logsums, float* grad_q, float* grad_k,
+                                     float* grad_v, const int64_t* stretches, const int64_t* spans, int64_t count,
+                                     int64_t tokens, int64_t kv_heads, int64_t group, int64_t d, int64_t parts) {
+    const std::vector<Stretch> pieces = cut(stretches, spans, count, group);
+    const int64_t stride = kv_heads * d;
+#pragma omp parallel for schedule(static, 1)
+    for (int64_t work = 0; work < kv_heads * parts; work++) {
+        const int64_t head = work % kv_heads, part = work / kv_heads;
+        float* const part_k = grad_k + part * tokens * stride + head * d;
+        float* const part_v = grad_v + part * tokens * stride + head * d;
+        std::vector<float> weights, changes, queries, grads, outs, sums, logs;
+        for (size_t number = part; number < pieces.size(); number += parts) {
+            const Stretch& piece = pieces[number];
+            const int64_t many = (piece.end - piece.first) * group, width = piece.width();
+            for (auto* rows : {&queries, &grads, &outs}) rows->resize(many * d);
+            sums.assign(many * d, 0.0f);
+            logs.resize(many);
+            weights.resize(many * width);
+            changes.resize(many * width);
+            take(q, queries.data(), piece, kv_heads, head, group * d);
+            take(grad, grads.data(), piece, kv_heads, head, group * d);
+            take(out, outs.data(), piece, kv_heads, head, group * d);
+            take(logsums, logs.data(), piece, kv_heads, head, group);
+            each_span(piece, [&](int64_t at, int64_t first, int64_t n) {
+                const int64_t from = first * stride + head * d;
+                multiply(queries.data(), {k + from, stride}, &weights[at], many, n, d, width);
+                multiply(grads.data(), {v + from, stride}, &changes[at], many, n, d, width);
+            });
             for (int64_t i = 0; i < many; i++) {
-                const int64_t row = first + i / group;
-                std::memcpy(&queries[i * d], q + ((row * kv_heads + head) * group + i % group) * d, d * sizeof(float));
-                seen[i] = lengths[row];
+                // Softmax's gradient is p * (dp - sum(p * dp)); that sum is the product of an output and its gradient.
+                float product = 0;
+                for (int64_t j = 0; j < d; j++) product += grads[i * d + j] * outs[i * d + j];
+                const int64_t seen = piece.seen + i / group + 1;
+                float *p = &weights[i * width], *change = &changes[i * width];
+                const float log = logs[i];
+#pragma omp simd
+                for (int64_t t = 0; t < seen; t++) {
+                    p[t] = std::exp(p[t] - log);
+                    change[t] = p[t] * (change[t] - product);
+                }
+                std::fill(p + seen, p + width, 0.0f);
+                std::fill(change + seen, change + width, 0.0f);
             }
-            const int64_t own = *std::max_element(seen.begin(), seen.end()), stride = trunk + own;
-            scores.resize(many * stride);
-            float* own_scores = scores.data() + trunk;
-            if (many < FEW) {
-                score(queries.data(), trunk_keys + shared, scores.data(), trunk, many, d, stride);
-                score(queries.data(), keys + at, own_scores, own, many, d, stride);
-            } else {
-                score_many(queries.data(), trunk_keys + shared, scores.data(), trunk, many, d, stride, turned.data());
-                score_many(queries.data(), keys + at, own_scores, own, many, d, stride, turned.data());
-            }
-            for (int64_t i = 0; i < many; i++) softmax(scores.data() + i * stride, trunk + seen[i]);
-            if (many < FEW && count == 1) {
-                weigh(scores.data(), trunk_values + shared, sums.data(), trunk, many, d, stride);
-                weigh(own_scores, values + at, sums.data(), own, many, d, stride);
-            } else {
-                const std::vector<int64_t> all(many, trunk);
-                weigh_many(scores.data(), trunk_values + shared, sums.data(), all.data(), trunk, many, d, stride);
-                weigh_many(own_scores, values + at, sums.data(), seen.data(), own, many, d, stride);
-            }
-            for (int64_t i = 0; i < many; i++) {
-                const int64_t row = first + i / group;
-                std::memcpy(out + ((row * kv_heads + head) * group + i % group) * d, &sums[i * d], d * sizeof(float));
-            }
+            each_span(piece, [&](int64_t at, int64_t first, int64_t n) {
+                const int64_t to = first * stride;
+                add_product(&changes[at], 1, width, {k + to + head * d, stride}, sums.data(), d, many, n, d);
+                add_product(&changes[at], width, 1, {queries.data(), d}, part_k + to, stride, n, many, d);
+                add_product(&weights[at], width, 1, {grads.data(), d}, part_v + to, stride, n, many, d);
+            });
+            put(sums.data(), grad_q, piece, kv_heads, head, group * d);
         }
     }
 }

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,8 @@ class NativeKernels:
 
         size, number = ctypes.c_int64, ctypes.c_float
         self._attend = take("attend", 8, *[size] * 6)
+        self._tree_attend = take("tree_attend", 7, *[size] * 4)
+        self._tree_attend_backward = take("tree_attend_backward", 11, *[size] * 6)
         self._rms_norm = take("rms_norm", 4, size, size, number)
         self._rms_norm_backward = take("rms_norm_backward", 6, size, size)
         self._rotate = take("rotate", 5, size, size, size, number)
@@ -68,6 +70,41 @@ class NativeKernels:
         sizes = (rows, kv_heads, heads // kv_heads, d, capacity, trunk_keys.shape[1])
         self._attend(*addresses, *sizes)
         return out
+
+    def tree_attend(self, q: Tensor, k: Tensor, v: Tensor, stretches: Tensor, spans: Tensor) -> tuple[Tensor, Tensor]:
+        """Attention of stretches of tokens that see some spans of a packed row, and themselves causally.
+
+        Args:
+            q: (N, H, d), scaled.
+            k: (N, K, d).
+            v: like `k`.
+            stretches: (S, 4) each one's first token and end, first span, and number of spans.
+            spans: (any, 2) first token and end.
+
+        Returns:
+            Outputs (N, H, d), and the logarithms of the sums of exponentials (N, H).
+        """
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        out, logsums = torch.empty_like(q), q.new_empty(q.shape[:2])
+        sizes = (len(stretches), k.shape[1], q.shape[1] // k.shape[1], q.shape[2])
+        self._tree_attend(*_addresses(q, k, v, out, logsums, stretches, spans), *sizes)
+        return out, logsums
+
+    def tree_attend_backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsums: Tensor, stretches: Tensor,
+        spans: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """Gradients of q, k and v."""
+        grad, q, k, v = grad.contiguous(), q.contiguous(), k.contiguous(), v.contiguous()
+        tokens, kv_heads, d = k.shape
+        parts = -(-torch.get_num_threads() // kv_heads)
+        grad_q = torch.empty_like(q)
+        grad_k, grad_v = k.new_zeros(parts, *k.shape), v.new_zeros(parts, *v.shape)
+        sizes = (len(stretches), tokens, kv_heads, q.shape[1] // kv_heads, d, parts)
+        self._tree_attend_backward(
+            *_addresses(grad, q, k, v, out, logsums, grad_q, grad_k, grad_v, stretches, spans), *sizes
+        )
+        return grad_q, grad_k.sum(0), grad_v.sum(0)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """`x * scale * weight` for x (..., d) and weight (d,), and scale (...), the inverse root of the mean square."""
@@ -178,4 +215,26 @@ def _agrees(kernels: NativeKernels) -> bool:
             expected = torch.softmax(q[row].view(kv_heads, group, d) @ k.transpose(1, 2), -1) @ v
             if not torch.allclose(got[row], expected.view(-1, d), rtol=_TOLERANCE, atol=_TOLERANCE):
                 return False
+    return _agrees_along_a_tree(kernels, draw)
+
+
+def _agrees_along_a_tree(kernels: NativeKernels, draw: Callable[..., Tensor]) -> bool:
+    """The same, with gradients: a trunk of 60 tokens, and two branches of 10 and 50, of which one goes on from 5."""
+    stretches = torch.tensor([[0, 60, 0, 0], [60, 70, 0, 1], [70, 120, 1, 2]])
+    spans = torch.tensor([[0, 60], [0, 60], [60, 65]])
+    seen = torch.ones(120, 120).tril().bool()
+    seen[70:, 65:70] = False
+    for kv_heads, group, d in [(2, 3, 32), (1, 1, 20)]:
+        inputs = [draw(120, heads, d).requires_grad_() for heads in (kv_heads * group, kv_heads, kv_heads)]
+        grad = draw(120, kv_heads * group, d)
+        q, k, v = (x.transpose(0, 1) for x in inputs)
+        k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
+        scores = (q @ k.transpose(1, 2)).masked_fill(~seen, -torch.inf)
+        expected = (torch.softmax(scores, -1) @ v).transpose(0, 1)
+        q, k, v = (x.detach() for x in inputs)
+        out, logsums = kernels.tree_attend(q, k, v, stretches, spans)
+        found = [out, *kernels.tree_attend_backward(grad, q, k, v, out, logsums, stretches, spans)]
+        wanted = [expected, *torch.autograd.grad((expected * grad).sum(), inputs)]
+        if not all((a - b).norm() <= _TOLERANCE * b.norm() for a, b in zip(found, wanted, strict=True)):
+            return False
     return True

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from agentscope_tuner.engine.attention import CausalLayout, Layout
 from agentscope_tuner.engine.decoder import has_fused_form
 from agentscope_tuner.engine.models import LoadedModel
-from agentscope_tuner.engine.native import NativeKernels, native_kernels
+from agentscope_tuner.engine.native import NativeKernels
 
 _TOLERANCE = 1e-4
 
@@ -109,10 +109,9 @@ class TrainableDecoder:
         return rotated
 
 
-def choose_forward(loaded: LoadedModel, *, fused: bool) -> Forward:
+def choose_forward(loaded: LoadedModel, kernels: NativeKernels | None) -> Forward:
     """The fastest forward pass that computes what the model's modules compute, gradients included."""
-    kernels = native_kernels() if fused and loaded.device.type == "cpu" else None
-    if kernels is None or loaded.model.dtype != torch.float32 or not has_fused_form(loaded):
+    if kernels is None or not has_fused_form(loaded):
         return loaded.hidden_states
     length = min(12, loaded.max_model_len)
     probe = (torch.arange(length) * 7919 % loaded.vocabulary)[None]

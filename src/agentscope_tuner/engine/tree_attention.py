@@ -1,5 +1,7 @@
 """The learner's attention: every token of a packed prefix tree sees its ancestors.
 
+With compiled kernels this is theirs to do; what follows is for everything else, and equal.
+
 Work is cut into blocks whose scores fit into the processor's cache. Scores are never kept: the backward pass computes
 them again, block by block (as in arXiv:2205.14135), so memory grows with the tokens, not with their square.
 
@@ -19,6 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from agentscope_tuner.algorithms.packing import Family, PackedTree
 from agentscope_tuner.engine.attention import CHUNK, causal_mask, softmax
+from agentscope_tuner.engine.native import NativeKernels
 
 BLOCK = 2**18
 """About so many scores, of one key-value head and one query head, make a block."""
@@ -41,7 +44,11 @@ class _Block:
 class TreeLayout:
     """Which ancestors each token of a packed tree sees."""
 
-    def __init__(self, tree: PackedTree, device: torch.device) -> None:
+    def __init__(self, tree: PackedTree, device: torch.device, kernels: NativeKernels | None = None) -> None:
+        self._kernels = kernels
+        if kernels is not None:
+            self._stretches, self._spans = _stretches(tree)
+            return
         masks: dict[int, Tensor] = {}
 
         def causal(length: int) -> Tensor:
@@ -59,8 +66,26 @@ class TreeLayout:
         """The batch has one row: the packed tree."""
         # Tokens first: gathering rows, and adding their gradients, is then one contiguous copy each.
         q, k, v = (x[0].transpose(0, 1) for x in (q * scaling, k, v))
+        if self._kernels is not None:
+            compiled: Tensor = _CompiledTreeAttention.apply(q, k, v, self._stretches, self._spans, self._kernels)  # type: ignore[no-untyped-call]
+            return compiled[None]
         out: Tensor = _TreeAttention.apply(q, k, v, self._blocks)  # type: ignore[no-untyped-call]
         return out[None]
+
+
+def _stretches(tree: PackedTree) -> tuple[Tensor, Tensor]:
+    """Stretches (S, 4) and spans (any, 2) as `NativeKernels.tree_attend` reads them."""
+    stretches: list[tuple[int, int, int, int]] = []
+    spans: list[tuple[int, int]] = []
+    for family in tree.families:
+        known = len(spans)
+        for index in family.path:
+            if len(spans) > known and spans[-1][1] == index:
+                spans[-1] = (spans[-1][0], index + 1)
+            else:
+                spans.append((index, index + 1))
+        stretches += [(start, end, known, len(spans) - known) for start, end in family.spans]
+    return torch.tensor(stretches), torch.tensor(spans, dtype=torch.long).reshape(-1, 2)
 
 
 def _cut(family: Family) -> Iterator[tuple[list[tuple[int, int]], list[int]]]:
@@ -128,6 +153,24 @@ class _Work:
         """Add what belongs to the block's keys to `to` (N, K, d)."""
         keys = keys.view(self._kv, self._m, -1, keys.shape[-1]).permute(1, 2, 0, 3)
         to.index_add_(0, self._block.keys, keys.reshape(len(self._block.keys), self._kv, -1))
+
+
+class _CompiledTreeAttention(torch.autograd.Function):
+    """As `_TreeAttention`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, stretches: Tensor, spans: Tensor, kernels: NativeKernels
+    ) -> Tensor:
+        out, logsums = kernels.tree_attend(q, k, v, stretches, spans)
+        ctx.save_for_backward(q, k, v, out, logsums, stretches, spans)
+        ctx.kernels = kernels
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
+        return *ctx.kernels.tree_attend_backward(grads[0], *ctx.saved_tensors), None, None, None
 
 
 class _TreeAttention(torch.autograd.Function):
