@@ -90,13 +90,13 @@ def test_what_is_often_said_takes_few_steps(tiny_agent_dir: Path, monkeypatch: p
     loaded = load(tiny_agent_dir)
 
     async def talk(sampler: Sampler) -> list[Sample]:
+        messages = [
+            {"role": "system", "content": "You are a helpful assistant."},
+            {"role": "user", "content": "Thank you, Ava is happy now."},
+        ]
+        prompt = loaded.tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
         said: list[Sample] = []
-        for name in ("Ava", "Ben", "Leo", "Mia", "Tom", "Ann", "Eva", "Max"):
-            messages = [
-                {"role": "system", "content": "You are a helpful assistant."},
-                {"role": "user", "content": f"Thank you, {name} is happy now."},
-            ]
-            prompt = loaded.tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+        for name in ("one", "two", "three", "four", "five"):
             params = SamplingParams(temperature=0.0, max_tokens=30)
             said.append(await sampler.sample(prompt, params, episode_id=name))
         return said
@@ -109,7 +109,7 @@ def test_what_is_often_said_takes_few_steps(tiny_agent_dir: Path, monkeypatch: p
         said[tokens] = [sample.token_ids for sample in asyncio.run(talk(sampler))]
         steps[tokens] = len(noted)
     assert said[16] == said[0]
-    assert steps[16] < 0.7 * steps[0]
+    assert steps[16] < 0.6 * steps[0]  # two of five times word by word, then at once
 
 
 @compiled

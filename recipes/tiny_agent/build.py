@@ -1,11 +1,11 @@
-"""Builds tiny-agent: `python recipes/tiny_agent/build.py` (half an hour on two cores).
+"""Builds tiny-agent: `python recipes/tiny_agent/build.py` (some 25 minutes on two cores).
 
 1. Scripted experts drive the real agents through the real recording; a byte-level BPE tokenizer is trained on what
    was said.
 2. The experts are recorded again, token for token: cleanly, and with bad habits.
 3. A small Qwen3 learns the clean transcripts first, then, shortly, the careless ones. (Mixing careless transcripts in
    from the start does not teach the skill at all.)
-4. Its reward on the examples is measured and written into the model card.
+4. Its reward on the examples, and the games it wins, are measured and written into the model card.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Annotated
@@ -24,13 +24,15 @@ import torch.nn.functional as F
 import typer
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-from werewolves import Grade, werewolves_skill
+from werewolves import SIDES, Grade, Side, Werewolves, werewolves_skill
 
 from agentscope_tuner import Judge, JudgeOutput, MathJudge, WorkflowOutput, WorkflowTask, evaluate
-from agentscope_tuner.algorithms.packing import pack
+from agentscope_tuner.algorithms.packing import PackedTree, pack
 from agentscope_tuner.chat import ChatRenderer
 from agentscope_tuner.config import EngineConfig, TunerModelConfig, WorkflowConfig
 from agentscope_tuner.engine.models import load_model
+from agentscope_tuner.engine.native import native_kernels
+from agentscope_tuner.engine.trainable import choose_forward
 from agentscope_tuner.engine.tree_attention import TreeLayout
 from agentscope_tuner.policy import SamplingParams
 from agentscope_tuner.recorder import PolicyModel
@@ -153,9 +155,15 @@ def record_stage(
 def warm_up(directory: Path, steps: int, peak: float, rows: list[Row], seed: int) -> None:
     """Train the model in `directory` in place on batches of `rows`; `peak` is the highest learning rate."""
     loaded = load_model(TunerModelConfig(model_path=str(directory)), EngineConfig())
-    model = loaded.model
+    kernels = native_kernels()
+    forward = choose_forward(loaded, kernels)
+
+    def hidden_states(tree: PackedTree) -> torch.Tensor:
+        layout = TreeLayout(tree, loaded.device, kernels)
+        return forward(torch.tensor([tree.ids]), torch.tensor([tree.positions]), layout)[0]
+
     rng = random.Random(seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
+    optimizer = torch.optim.AdamW(loaded.model.parameters(), lr=0.0, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
     begun = time.perf_counter()
     order: list[int] = []
     for step in range(steps):
@@ -164,13 +172,19 @@ def warm_up(directory: Path, steps: int, peak: float, rows: list[Row], seed: int
         batch = [rows[order.pop()] for _ in range(ROWS)]
         # Warm up, and come to rest in the second half.
         rate = peak * min(1.0, (step + 1) / 30, max(0.05, 2 * (1 - step / steps)))
-        loss = _step(loaded, optimizer, batch, rate)
+        loss = _step(hidden_states, loaded.head, optimizer, batch, rate)
         if step % 25 == 0 or step == steps - 1:
             print(f"step {step}/{steps}  loss {loss:.4f}  {time.perf_counter() - begun:.0f} s", flush=True)
-    model.save_pretrained(directory)
+    loaded.model.save_pretrained(directory)
 
 
-def _step(loaded, optimizer: torch.optim.AdamW, batch: list[Row], rate: float) -> float:
+def _step(
+    hidden_states: Callable[[PackedTree], torch.Tensor],
+    head: torch.nn.Module,
+    optimizer: torch.optim.AdamW,
+    batch: list[Row],
+    rate: float,
+) -> float:
     said = sum(weight == 1.0 for _, weights in batch for weight in weights)
     total = 0.0
     for tree in pack([ids for ids, _ in batch], max_tokens=6144):
@@ -186,16 +200,14 @@ def _step(loaded, optimizer: torch.optim.AdamW, batch: list[Row], rate: float) -
                 hidden_at.append(where[i - 1])
                 targets.append(ids[i])
                 weights.append(row_weights[i])
-        layout = TreeLayout(tree, loaded.device)
-        hidden = loaded.hidden_states(torch.tensor([tree.ids]), torch.tensor([tree.positions]), layout)[0]
-        logits = loaded.head(hidden[torch.tensor(hidden_at)])
+        logits = head(hidden_states(tree)[torch.tensor(hidden_at)])
         weight = torch.tensor(weights)
         losses = F.cross_entropy(logits, torch.tensor(targets), reduction="none")
         ((losses * weight).sum() / said).backward()
         total += (losses.detach() * (weight == 1.0)).sum().item() / said
     for group in optimizer.param_groups:
         group["lr"] = rate
-    torch.nn.utils.clip_grad_norm_(loaded.model.parameters(), 1.0)
+    torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 1.0)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return total
@@ -254,7 +266,7 @@ def build(
 
 
 def _games(count: int, seed: int, grade: Grade) -> list[skills.Skill]:
-    return [werewolves_skill(count, seed, side=side, grade=grade) for side in ("werewolves", "village")]
+    return [werewolves_skill(count, seed, side=side, grade=grade) for side in SIDES]
 
 
 CARD = """\
@@ -279,6 +291,12 @@ that does not matter, drops the third number, adds where it should subtract).
 | example | tasks | greedy | sampled |
 |---|---|---|---|
 | math_agent | {episodes} | {greedy} | {sampled} |
+
+**Games of Werewolves won** against scripted players of the other side:
+
+| example | games | greedy | sampled |
+|---|---|---|---|
+{games}
 """
 
 
@@ -300,8 +318,23 @@ def write_card(directory: Path, seed: int) -> None:
         episodes=results["greedy"].episodes,
         greedy=results["greedy"],
         sampled=results["sampled"],
+        games="\n".join(games_won(directory, side) for side in SIDES),
     )
     (directory / "README.md").write_text(card)
+
+
+def games_won(directory: Path, side: Side) -> str:
+    """A row of the card."""
+    example = HERE.parents[1] / "examples" / "werewolves"
+    overrides = [
+        f"model.model_path={directory}",
+        f"eval_dataset.path={example / 'data' / 'test.jsonl'}",
+        f"workflow.trainable_targets=[{','.join(SIDES[side])}]",
+    ]
+    results = evaluate(Werewolves, example / "config.yaml", overrides=overrides)
+    shares = [results[decoding].metrics["workflow/werewolves_win"] for decoding in ("greedy", "sampled")]
+    shown = [f"{share if side == 'werewolves' else 1 - share:.3f}" for share in shares]
+    return f"| werewolves, played by the {side} | {results['greedy'].episodes} | {' | '.join(shown)} |"
 
 
 def _without_tags(text: str) -> list[str]:

@@ -16,13 +16,19 @@ Werewolves = load_object(f"{_EXAMPLE / 'workflow.py'}:Werewolves")
 from game import ROLES, WEREWOLF, Side  # noqa: E402
 from players import Grade, answer, read_prompt  # noqa: E402
 
+SIDES: dict[Side, list[str]] = {
+    "werewolves": [WEREWOLF],
+    "village": [role for role in dict.fromkeys(ROLES) if role != WEREWOLF],
+}
+"""The roles of each side."""
+
 
 class _WerewolvesSide(Werewolves):
-    trainable_targets: list[str] | None = [WEREWOLF]  # noqa: RUF012
+    trainable_targets: list[str] | None = SIDES["werewolves"]
 
 
 class _VillageSide(Werewolves):
-    trainable_targets: list[str] | None = sorted({*ROLES} - {WEREWOLF})
+    trainable_targets: list[str] | None = SIDES["village"]
 
 
 def game_expert(seed: int, grade: Grade) -> Reply:
