@@ -129,6 +129,17 @@ class _Layer:
         self.scaling = attention.scaling
 
 
+def rotary_table(loaded: LoadedModel) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of every position (max_model_len, d).
+
+    The model's own rotary module knows every scaling rule; its table is all that is needed from it.
+    """
+    positions = torch.arange(loaded.max_model_len, device=loaded.device)[None]
+    like = torch.empty(0, dtype=loaded.model.dtype, device=loaded.device)
+    cosines, sines = loaded.model.get_decoder().rotary_emb(like, positions)
+    return cosines[0].contiguous(), sines[0].contiguous()
+
+
 class FusedDecoder:
     """A hand-written forward pass for `FUSED_FAMILIES`."""
 
@@ -141,18 +152,10 @@ class FusedDecoder:
         self._kv_heads = config.num_key_value_heads
         self._head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self._eps = config.rms_norm_eps
-        self._tabulate_rotations()
-        self.refresh()
-
-    def _tabulate_rotations(self) -> None:
-        # The model's own rotary module knows every scaling rule; its table is all that is needed from it.
-        rotary = self._loaded.model.get_decoder().rotary_emb
-        positions = torch.arange(self._loaded.max_model_len, device=self._loaded.device)[None]
-        like = torch.empty(0, dtype=self._loaded.model.dtype, device=self._loaded.device)
-        cos, sin = rotary(like, positions)
-        self._cos, self._sin = cos[0], sin[0]  # (max_model_len, d)
+        self._cos, sin = rotary_table(loaded)
         half = self._head_dim // 2
-        self._sin = torch.cat([-self._sin[:, :half], self._sin[:, half:]], -1)
+        self._sin = torch.cat([-sin[:, :half], sin[:, half:]], -1)
+        self.refresh()
 
     @torch.no_grad()
     def refresh(self) -> None:

@@ -1,7 +1,7 @@
 """The learner's forward pass for common families: the model's own linear layers, compiled steps between them.
 
 transformers' modules take a norm, a rotary embedding or an activation for many passes over memory, and as many again
-for their gradients; together as long as the matrix products. It is used only when it agrees with them on a probe.
+for their gradients: a sixth of the time of a small model's step. It is used only when it agrees with them on a probe.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from agentscope_tuner.engine.attention import CausalLayout, Layout
-from agentscope_tuner.engine.decoder import has_fused_form
+from agentscope_tuner.engine.decoder import has_fused_form, rotary_table
 from agentscope_tuner.engine.models import LoadedModel
 from agentscope_tuner.engine.native import NativeKernels
 
@@ -75,9 +75,7 @@ class TrainableDecoder:
         self._loaded = loaded
         self._kernels = kernels
         self._eps = loaded.model.config.rms_norm_eps
-        rotary = loaded.model.get_decoder().rotary_emb
-        cosines, sines = rotary(torch.empty(0), torch.arange(loaded.max_model_len)[None])
-        self._cosines, self._sines = cosines[0].contiguous(), sines[0].contiguous()
+        self._cosines, self._sines = rotary_table(loaded)
 
     def hidden_states(self, ids: Tensor, positions: Tensor, layout: Layout) -> Tensor:
         """(1, N) token ids and absolute positions to (1, N, D)."""
@@ -127,10 +125,11 @@ def choose_forward(loaded: LoadedModel, kernels: NativeKernels | None) -> Forwar
 
     expected = outcome(loaded.hidden_states)
     try:
-        found = outcome(TrainableDecoder(loaded, kernels).hidden_states)
+        candidate = TrainableDecoder(loaded, kernels)
+        found = outcome(candidate.hidden_states)
     except (AttributeError, RuntimeError):  # a layer is missing or has another form
         return loaded.hidden_states
     near = all(
         a.shape == b.shape and (a - b).norm() <= _TOLERANCE * b.norm() for a, b in zip(found, expected, strict=True)
     )
-    return TrainableDecoder(loaded, kernels).hidden_states if near else loaded.hidden_states
+    return candidate.hidden_states if near else loaded.hidden_states
