@@ -99,7 +99,7 @@ class KVCache:
         kernels: NativeKernels | None = None,
     ) -> None:
         self.slots = slots
-        self.kernels = kernels if like.dtype == torch.float32 and like.device.type == "cpu" else None
+        self.kernels = kernels
         self.limit = limit
         """Most own tokens a slot may ever hold."""
         self.capacity = 0

@@ -15,8 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from agentscope_tuner.config import EngineConfig
 from agentscope_tuner.engine.attention import CausalLayout, Layout, SlotLayout
 from agentscope_tuner.engine.models import LoadedModel, layer_weight, low_rank_update
+from agentscope_tuner.engine.native import NativeKernels, native_kernels
 
 FUSED_FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 """Architectures made of RMSNorm, rotary attention (with or without query-key norms) and a gated MLP."""
@@ -196,6 +198,12 @@ class FusedDecoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """(B, D) to (B, V), float32."""
         return self._head(hidden).float()
+
+
+def kernels_for(loaded: LoadedModel, engine: EngineConfig) -> NativeKernels | None:
+    """The compiled kernels, where they may be used and know the model's numbers."""
+    fits = engine.fast_decoder and loaded.device.type == "cpu" and loaded.model.dtype == torch.float32
+    return native_kernels() if fits else None
 
 
 def has_fused_form(loaded: LoadedModel) -> bool:

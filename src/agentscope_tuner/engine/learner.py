@@ -22,8 +22,8 @@ from agentscope_tuner.algorithms.distributions import temper, truncate
 from agentscope_tuner.algorithms.losses import entropy, k3_divergence, policy_loss
 from agentscope_tuner.algorithms.packing import PackedTree, pack
 from agentscope_tuner.config import AlgorithmConfig, EngineConfig
+from agentscope_tuner.engine.decoder import kernels_for
 from agentscope_tuner.engine.models import LoadedModel
-from agentscope_tuner.engine.native import native_kernels
 from agentscope_tuner.engine.trainable import choose_forward
 from agentscope_tuner.engine.tree_attention import TreeLayout
 from agentscope_tuner.errors import ParityError
@@ -120,8 +120,7 @@ class Learner:
         self._total_updates = total_updates
         self._loaded = loaded
         self._algorithm = algorithm
-        fits = engine.fast_decoder and loaded.device.type == "cpu" and loaded.model.dtype == torch.float32
-        self._kernels = native_kernels() if fits else None
+        self._kernels = kernels_for(loaded, engine)
         self._forward = choose_forward(loaded, self._kernels)
         self._micro_batch_tokens = engine.micro_batch_tokens
         self._max_tokens = max_tokens

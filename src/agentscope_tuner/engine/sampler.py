@@ -21,10 +21,9 @@ from agentscope_tuner.algorithms.distributions import draw_tokens
 from agentscope_tuner.algorithms.packing import common_prefix
 from agentscope_tuner.config import EngineConfig
 from agentscope_tuner.engine.attention import KVCache, SlotGroup, SlotLayout
-from agentscope_tuner.engine.decoder import Decoder, choose_decoder
+from agentscope_tuner.engine.decoder import Decoder, choose_decoder, kernels_for
 from agentscope_tuner.engine.drafts import Drafts
 from agentscope_tuner.engine.models import LoadedModel
-from agentscope_tuner.engine.native import native_kernels
 from agentscope_tuner.engine.slots import Slot, Slots
 from agentscope_tuner.errors import ConfigError, PromptTooLongError
 from agentscope_tuner.policy import Sample, SamplingParams
@@ -88,13 +87,13 @@ class Sampler:
             )
         self._decoder: Decoder = choose_decoder(loaded, slots, fused=engine.fast_decoder)
         like = torch.empty(0, dtype=loaded.model.dtype, device=self._device)
-        kernels = native_kernels() if engine.fast_decoder and self._device.type == "cpu" else None
+        kernels = kernels_for(loaded, engine)
         self._cache = KVCache(
             config.num_hidden_layers, kv_heads, head_dim, slots, loaded.max_model_len + 1, like, kernels
         )
         self._heads: int = config.num_attention_heads
         self._prefill_tokens = engine.prefill_tokens
-        self._flat = self._cache.kernels is not None
+        self._flat = kernels is not None
         """Every token is a row of its own, and nothing is padded: compiled attention reads the keys and values of a
         sequence once for all of its rows."""
         self._draft_tokens = engine.draft_tokens if self._flat else 0
