@@ -378,10 +378,10 @@ def test_the_learning_rate_rises_and_falls(tiny_model_dir: Path, kind: str, expe
     learner = learner_of(loaded, total_updates=4, learning_rate=1e-4, warmup_steps=2, lr_scheduler_type=kind)
     datums = [Datum(calls[0], 1.0, 0.0, 0), Datum(calls[1], -1.0, 0.0, 1)]
     learner.train([datums])
-    rates = [learner.optimizer.param_groups[0]["lr"]]
+    rates = [learner.optimizer.adamw.param_groups[0]["lr"]]
     for _ in expected[1:]:
-        learner._step()  # without gradients it only moves on
-        rates.append(learner.optimizer.param_groups[0]["lr"])
+        learner.optimizer.step(learner.learning_rate, 1.0)  # without gradients it only moves on
+        rates.append(learner.optimizer.adamw.param_groups[0]["lr"])
     assert rates == pytest.approx([1e-4 * factor for factor in expected], rel=1e-3)
 
 
@@ -413,9 +413,9 @@ def test_bfloat16_keeps_small_updates_in_master_weights(tiny_model_dir: Path) ->
         for call, ours in zip(calls, learner.logprobs(calls), strict=True)
     )
     assert gap < 2e-2
-    before = {name: master.detach().clone() for name, master in learner.masters.items()}
+    before = {name: master.detach().clone() for name, master in learner.optimizer.masters.items()}
     learner.train([[Datum(call, 1.0 - 2 * (i % 2), 0.0, i) for i, call in enumerate(calls)]])
-    assert any(not torch.equal(before[name], master) for name, master in learner.masters.items())
+    assert any(not torch.equal(before[name], master) for name, master in learner.optimizer.masters.items())
 
 
 def test_branches_of_every_length_are_exact(tiny_model_dir: Path) -> None:

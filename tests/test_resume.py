@@ -160,18 +160,18 @@ def test_what_is_restored_goes_on_as_if_nothing_had_happened(
     torch.manual_seed(0)
     loaded, learner = a_learner(tiny_model_dir, lora)
     teach(loaded, learner, 1)
-    path = save_checkpoint(tmp_path, loaded, learner, STATE, keep=1)
-    learner.updates = STATE.updates
+    path = save_checkpoint(tmp_path, loaded, learner.optimizer, STATE, keep=1)
+    learner.optimizer.updates = STATE.updates
     other, other_learner = a_learner(tiny_model_dir, lora)
-    assert restore(path, other, other_learner) == STATE
+    assert restore(path, other, other_learner.optimizer) == STATE
     teach(loaded, learner, 2)
     teach(other, other_learner, 2)
-    for name, parameter in learner.parameters.items():
-        assert torch.equal(parameter, other_learner.parameters[name]), name
+    for name, parameter in learner.optimizer.parameters.items():
+        assert torch.equal(parameter, other_learner.optimizer.parameters[name]), name
     merged = AutoModelForCausalLM.from_pretrained(path)
     ids = torch.arange(5, 25)[None]
     reloaded, _ = a_learner(tiny_model_dir, lora)
-    restore(path, reloaded, a_learner_of(reloaded))
+    restore(path, reloaded, a_learner_of(reloaded).optimizer)
     reloaded.model.set_attn_implementation("sdpa")
     assert torch.allclose(merged(ids).logits, reloaded.model(ids).logits, atol=1e-4)
 
@@ -183,8 +183,8 @@ def a_learner_of(loaded) -> Learner:
 @pytest.mark.parametrize("file", ["model.safetensors", "trainer.safetensors", "trainer.json"])
 def test_a_damaged_checkpoint_is_named_with_what_to_do(tiny_model_dir: Path, tmp_path: Path, file: str) -> None:
     loaded, learner = a_learner(tiny_model_dir)
-    save_checkpoint(tmp_path, loaded, learner, TrainerState(2, 2, 2), keep=2)
-    newest = save_checkpoint(tmp_path, loaded, learner, STATE, keep=2)
+    save_checkpoint(tmp_path, loaded, learner.optimizer, TrainerState(2, 2, 2), keep=2)
+    newest = save_checkpoint(tmp_path, loaded, learner.optimizer, STATE, keep=2)
     verify_checkpoint(newest)
     content = bytearray((newest / file).read_bytes())
     content[len(content) // 2] ^= 1
@@ -197,7 +197,7 @@ def test_a_damaged_checkpoint_is_named_with_what_to_do(tiny_model_dir: Path, tmp
 
 def test_a_missing_file_or_manifest_is_noticed(tiny_model_dir: Path, tmp_path: Path) -> None:
     loaded, learner = a_learner(tiny_model_dir)
-    path = save_checkpoint(tmp_path, loaded, learner, STATE, keep=2)
+    path = save_checkpoint(tmp_path, loaded, learner.optimizer, STATE, keep=2)
     (path / "tokenizer.json").unlink()
     with pytest.raises(CheckpointError, match=r"tokenizer\.json.*start anew"):
         latest_checkpoint(tmp_path)
@@ -210,20 +210,20 @@ def test_a_missing_file_or_manifest_is_noticed(tiny_model_dir: Path, tmp_path: P
 def test_old_checkpoints_are_removed_after_the_new_one_is_safe(tiny_model_dir: Path, tmp_path: Path) -> None:
     loaded, learner = a_learner(tiny_model_dir)
     for step in (9, 10, 11):
-        save_checkpoint(tmp_path, loaded, learner, TrainerState(step, 1, 1), keep=2)
+        save_checkpoint(tmp_path, loaded, learner.optimizer, TrainerState(step, 1, 1), keep=2)
     assert [path.name for path in checkpoints(tmp_path)] == ["step_10", "step_11"]
 
 
 def test_a_full_disk_loses_nothing_that_was_there(tiny_model_dir: Path, tmp_path: Path) -> None:
     loaded, learner = a_learner(tiny_model_dir)
-    save_checkpoint(tmp_path, loaded, learner, TrainerState(1, 1, 1), keep=2)
+    save_checkpoint(tmp_path, loaded, learner.optimizer, TrainerState(1, 1, 1), keep=2)
     # The kernel refuses to let any file grow beyond this, as it would on a full disk.
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
     try:
         with pytest.raises(CheckpointError, match=r"could not be written.*intact \(step_1\); free some space"):
-            save_checkpoint(tmp_path, loaded, learner, TrainerState(2, 2, 2), keep=2)
+            save_checkpoint(tmp_path, loaded, learner.optimizer, TrainerState(2, 2, 2), keep=2)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, ignored)
@@ -233,10 +233,10 @@ def test_a_full_disk_loses_nothing_that_was_there(tiny_model_dir: Path, tmp_path
 
 def test_a_checkpoint_of_another_model_does_not_fit(tiny_model_dir: Path, tmp_path: Path) -> None:
     loaded, learner = a_learner(tiny_model_dir)
-    path = save_checkpoint(tmp_path, loaded, learner, STATE, keep=1)
+    path = save_checkpoint(tmp_path, loaded, learner.optimizer, STATE, keep=1)
     other, other_learner = a_learner(tiny_model_dir, LoraConfig(rank=4))
     with pytest.raises(CheckpointError, match="does not fit model"):
-        restore(path, other, other_learner)
+        restore(path, other, other_learner.optimizer)
 
 
 async def constant(task: dict, model: object) -> WorkflowOutput:

@@ -206,7 +206,7 @@ class LocalRun:
         )
         state = TrainerState(0, 0, 0)
         if newest is not None:
-            state = restore(newest, self.engine.loaded, self.learner)
+            state = restore(newest, self.engine.loaded, self.learner.optimizer)
             if self.pool is not None:
                 self.pool.steps = list(state.versions)
             self.engine.sampler.weights_changed(state.updates)
@@ -272,11 +272,11 @@ class LocalRun:
         self._record(metrics)
         if last or step % self.config.algorithm.save_interval_steps == 0:
             versions = tuple(self.pool.steps) if self.pool is not None else ()
-            state = TrainerState(step, self.learner.updates, self.stream.position, versions)
+            state = TrainerState(step, self.learner.optimizer.updates, self.stream.position, versions)
             save_checkpoint(
                 self.folder.checkpoints_dir,
                 self.engine.loaded,
-                self.learner,
+                self.learner.optimizer,
                 state,
                 keep=self.config.checkpoint.keep,
             )
@@ -290,7 +290,7 @@ class LocalRun:
                 keep_version(loaded, adapter, version_of(adapter, step))
                 if dropped is not None:
                     drop_version(loaded, version_of(adapter, dropped))
-        self.engine.sampler.weights_changed(self.learner.updates)
+        self.engine.sampler.weights_changed(self.learner.optimizer.updates)
 
     async def _collect(self, metrics: StepMetrics) -> tuple[list[EpisodeGroup], list[list[Credit]]]:
         """A batch of groups; those that teach nothing are replaced, up to the bound."""

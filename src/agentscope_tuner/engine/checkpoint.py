@@ -16,13 +16,13 @@ import shutil
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from agentscope_tuner.engine.learner import Learner
 from agentscope_tuner.engine.models import (
     ADAPTERS,
     LoadedModel,
@@ -32,6 +32,7 @@ from agentscope_tuner.engine.models import (
     quiet_transformers,
     save_adapter,
 )
+from agentscope_tuner.engine.optimizer import Optimizer
 from agentscope_tuner.errors import CheckpointError
 from agentscope_tuner.types import version_of
 
@@ -51,16 +52,37 @@ class TrainerState:
     """Tasks taken from the training dataset."""
     versions: tuple[int, ...] = ()
     """Steps whose versions of the adapters are kept."""
+    lora: dict[str, Any] | None = None
+    """The form of the adapters, where nothing but the checkpoint knows it."""
 
 
-def save_checkpoint(folder: Path, loaded: LoadedModel, learner: Learner, state: TrainerState, *, keep: int) -> Path:
+def save_checkpoint(folder: Path, loaded: LoadedModel, optimizer: Optimizer, state: TrainerState, *, keep: int) -> Path:
     """Write `folder/step_N` and then remove all but the newest `keep`.
 
     Raises:
         CheckpointError: it could not be written; earlier checkpoints are untouched.
     """
     target = folder / f"step_{state.step}"
-    draft = folder / f".{target.name}.partial"
+    try:
+        write_checkpoint(target, loaded, optimizer, state)
+    except CheckpointError as exc:
+        kept = ", ".join(path.name for path in checkpoints(folder)) or "none"
+        raise CheckpointError(
+            f"{exc}. Earlier checkpoints are intact ({kept}); free some space and run the same experiment again to "
+            "continue from there"
+        ) from exc.__cause__
+    for old in checkpoints(folder)[:-keep]:
+        shutil.rmtree(old)
+    return target
+
+
+def write_checkpoint(target: Path, loaded: LoadedModel, optimizer: Optimizer | None, state: TrainerState) -> None:
+    """Write a folder, which takes the place of what is there; without an optimizer, one to sample from only.
+
+    Raises:
+        CheckpointError: it could not be written; what was there is untouched.
+    """
+    draft = target.with_name(f".{target.name}.partial")
     try:
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
@@ -69,7 +91,8 @@ def save_checkpoint(folder: Path, loaded: LoadedModel, learner: Learner, state: 
             loaded.tokenizer.save_pretrained(draft)
         for adapter in loaded.adapters:
             save_adapter(loaded, adapter, draft / ADAPTERS / adapter)
-        save_file(_trainer_tensors(loaded, learner), draft / _TENSORS)
+        if optimizer is not None:
+            save_file(_trainer_tensors(loaded, optimizer), draft / _TENSORS)
         (draft / _VALUES).write_text(json.dumps(asdict(state), indent=1))
         files = sorted(path for path in draft.rglob("*") if path.is_file())
         manifest = {path.relative_to(draft).as_posix(): _fingerprint(path) for path in files}
@@ -78,17 +101,10 @@ def save_checkpoint(folder: Path, loaded: LoadedModel, learner: Learner, state: 
             _flush(path)
         shutil.rmtree(target, ignore_errors=True)
         draft.rename(target)
-        _flush(folder)
+        _flush(target.parent)
     except (OSError, SafetensorError) as exc:
         shutil.rmtree(draft, ignore_errors=True)
-        kept = ", ".join(path.name for path in checkpoints(folder)) or "none"
-        raise CheckpointError(
-            f"checkpoint `{target}` could not be written: {exc}. Earlier checkpoints are intact ({kept}); free some "
-            "space and run the same experiment again to continue from there"
-        ) from exc
-    for old in checkpoints(folder)[:-keep]:
-        shutil.rmtree(old)
-    return target
+        raise CheckpointError(f"checkpoint `{target}` could not be written: {exc}") from exc
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -129,16 +145,39 @@ def latest_checkpoint(folder: Path) -> Path | None:
     return found[-1]
 
 
-def restore(path: Path, loaded: LoadedModel, learner: Learner) -> TrainerState:
+def read_state(path: Path) -> TrainerState:
+    """The plain values of a verified checkpoint."""
+    values = json.loads((path / _VALUES).read_text())
+    return TrainerState(**values | {"versions": tuple(values["versions"])})
+
+
+@torch.no_grad()
+def load_weights(path: Path, loaded: LoadedModel) -> None:
+    """Put the weights of a model's directory into a model without adapters, in place.
+
+    Raises:
+        CheckpointError: it does not fit this model.
+    """
+    weights = _model_weights(path)
+    parameters = dict(loaded.model.named_parameters())
+    missing = sorted(set(parameters) - set(weights))
+    try:
+        for name, parameter in parameters.items():
+            parameter.copy_(weights[name])
+    except (KeyError, RuntimeError) as exc:
+        lacking = f"it has no `{missing[0]}`" if missing else str(exc)
+        raise CheckpointError(f"checkpoint `{path}` does not fit model `{loaded.name}`: {lacking}") from exc
+
+
+def restore(path: Path, loaded: LoadedModel, optimizer: Optimizer) -> TrainerState:
     """Bring model, optimizer and random state back to a verified checkpoint.
 
     Raises:
         CheckpointError: it does not fit this model.
     """
-    tensors = load_file(path / _TENSORS)
-    values = json.loads((path / _VALUES).read_text())
-    state = TrainerState(**values | {"versions": tuple(values["versions"])})
+    state = read_state(path)
     try:
+        tensors = load_file(path / _TENSORS)
         for adapter, step in product(loaded.adapters, state.versions):
             version = version_of(adapter, step)
             keep_version(loaded, adapter, version)
@@ -147,32 +186,32 @@ def restore(path: Path, loaded: LoadedModel, learner: Learner) -> TrainerState:
                     parameter.copy_(tensors[f"version.{version}.{name}"])
         weights = {} if loaded.lora is not None else _model_weights(path)
         with torch.no_grad():
-            for name, parameter in learner.parameters.items():
+            for name, parameter in optimizer.parameters.items():
                 parameter.copy_(tensors[f"weight.{name}"] if loaded.lora is not None else weights[name])
-            for name, master in learner.masters.items():
-                if master is not learner.parameters[name]:
+            for name, master in optimizer.masters.items():
+                if master is not optimizer.parameters[name]:
                     master.copy_(tensors[f"master.{name}"])
-                learner.optimizer.state[master] = {
+                optimizer.adamw.state[master] = {
                     "step": tensors[f"step.{name}"],
                     "exp_avg": tensors[f"exp_avg.{name}"].to(master.device),
                     "exp_avg_sq": tensors[f"exp_avg_sq.{name}"].to(master.device),
                 }
-    except (KeyError, RuntimeError) as exc:
+    except (OSError, KeyError, RuntimeError) as exc:
         raise CheckpointError(f"checkpoint `{path}` does not fit model `{loaded.name}`: {exc}") from exc
-    learner.updates = state.updates
+    optimizer.updates = state.updates
     torch.set_rng_state(tensors["rng.cpu"])
     return state
 
 
-def _trainer_tensors(loaded: LoadedModel, learner: Learner) -> dict[str, Tensor]:
+def _trainer_tensors(loaded: LoadedModel, optimizer: Optimizer) -> dict[str, Tensor]:
     tensors = {"rng.cpu": torch.get_rng_state()}
-    for name, parameter in learner.parameters.items():
-        master = learner.masters[name]
+    for name, parameter in optimizer.parameters.items():
+        master = optimizer.masters[name]
         if loaded.lora is not None:
             tensors[f"weight.{name}"] = parameter.detach()
         if master is not parameter:
             tensors[f"master.{name}"] = master.detach()
-        moments = learner.optimizer.state.get(master, {})
+        moments = optimizer.adamw.state.get(master, {})
         # An adapter whose role did not play is not updated, so parameters may have seen fewer steps than the run.
         tensors[f"step.{name}"] = moments.get("step", torch.tensor(0.0))
         for key in ("exp_avg", "exp_avg_sq"):

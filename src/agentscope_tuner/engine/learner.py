@@ -24,6 +24,7 @@ from agentscope_tuner.algorithms.packing import PackedTree, pack
 from agentscope_tuner.config import AlgorithmConfig, EngineConfig
 from agentscope_tuner.engine.decoder import kernels_for
 from agentscope_tuner.engine.models import LoadedModel
+from agentscope_tuner.engine.optimizer import Optimizer
 from agentscope_tuner.engine.trainable import choose_forward
 from agentscope_tuner.engine.tree_attention import TreeLayout
 from agentscope_tuner.errors import ParityError
@@ -124,27 +125,7 @@ class Learner:
         self._forward = choose_forward(loaded, self._kernels)
         self._micro_batch_tokens = engine.micro_batch_tokens
         self._max_tokens = max_tokens
-        self.parameters = loaded.trainable_parameters()
-        # Small updates vanish in bfloat16, so those weights have a float32 master copy.
-        self.masters = {
-            name: p if p.dtype == torch.float32 else p.detach().float().requires_grad_()
-            for name, p in self.parameters.items()
-        }
-        self.optimizer = torch.optim.AdamW(
-            self.masters.values(),
-            lr=algorithm.learning_rate,
-            betas=algorithm.adam_betas,
-            weight_decay=algorithm.weight_decay,
-            fused=True,
-        )
-        self.updates = 0
-        """Optimizer steps taken."""
-        # Adapters of different roles are different policies: the gradient of one does not shrink that of another.
-        self._policies = [list(self.parameters)]
-        if loaded.adapters:
-            self._policies = [
-                [name for name in self.parameters if name.endswith(f".{adapter}.weight")] for adapter in loaded.adapters
-            ]
+        self.optimizer = Optimizer(loaded, betas=algorithm.adam_betas, weight_decay=algorithm.weight_decay)
         self._parity_tolerance = 1e-4 if loaded.model.dtype == torch.float32 else 2e-2
         self._reference = None
         if algorithm.kl_coef > 0 and loaded.lora is None:
@@ -185,12 +166,12 @@ class Learner:
         on_policy: bool,
         on_tree: Callable[[int], None] | None,
     ) -> UpdateMetrics:
-        for parameter in self.parameters.values():
-            parameter.grad = None
+        self.optimizer.zero_grad()
         metrics = self.accumulate(datums, reference, on_tree)
         if on_policy and not metrics.logprob_gap <= self._parity_tolerance:
             raise self._parity_error(datums[metrics.gap_datum].call, metrics.logprob_gap)
-        metrics.grad_norm, metrics.learning_rate = self._step()
+        metrics.learning_rate = self.learning_rate
+        metrics.grad_norm = self.optimizer.step(metrics.learning_rate, self._algorithm.max_grad_norm)
         return metrics
 
     def accumulate(
@@ -256,34 +237,12 @@ class Learner:
         metrics.entropy /= metrics.tokens_trained
         return metrics
 
-    def _step(self) -> tuple[float, float]:
-        """Clip, step, and copy masters back; returns gradient norm and learning rate."""
-        for name, parameter in self.parameters.items():
-            if self.masters[name] is not parameter:
-                grad = parameter.grad
-                self.masters[name].grad = None if grad is None else grad.float()
-        norms = [
-            torch.nn.utils.clip_grad_norm_([self.masters[name] for name in names], self._algorithm.max_grad_norm).item()
-            for names in self._policies
-        ]
-        rate = self._learning_rate()
-        self.updates += 1
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.optimizer.step()
-        with torch.no_grad():
-            for name, parameter in self.parameters.items():
-                if self.masters[name] is not parameter:
-                    parameter.copy_(self.masters[name])
-                self.masters[name].grad = None
-                parameter.grad = None
-        return math.hypot(*norms), rate
-
-    def _learning_rate(self) -> float:
+    @property
+    def learning_rate(self) -> float:
         """Of the next optimizer step."""
-        algorithm = self._algorithm
-        rise = min(1.0, (self.updates + 1) / algorithm.warmup_steps) if algorithm.warmup_steps else 1.0
-        progress = min(1.0, self.updates / self._total_updates)
+        algorithm, updates = self._algorithm, self.optimizer.updates
+        rise = min(1.0, (updates + 1) / algorithm.warmup_steps) if algorithm.warmup_steps else 1.0
+        progress = min(1.0, updates / self._total_updates)
         fall = {"constant": 1.0, "linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}
         return algorithm.learning_rate * rise * fall[algorithm.lr_scheduler_type]
 

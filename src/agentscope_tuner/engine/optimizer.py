@@ -1,0 +1,61 @@
+"""AdamW over a model's trainable parameters, in float32 whatever precision they are computed in."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from agentscope_tuner.engine.models import LoadedModel
+
+
+class Optimizer:
+    """Takes the gradients that lie in the parameters' `grad`, and leaves none behind."""
+
+    def __init__(
+        self, loaded: LoadedModel, *, betas: tuple[float, float], weight_decay: float, eps: float = 1e-8
+    ) -> None:
+        self.parameters = loaded.trainable_parameters()
+        # Small updates vanish in bfloat16, so those weights have a float32 master copy.
+        self.masters = {
+            name: p if p.dtype == torch.float32 else p.detach().float().requires_grad_()
+            for name, p in self.parameters.items()
+        }
+        self.adamw = torch.optim.AdamW(
+            self.masters.values(), lr=0.0, betas=betas, weight_decay=weight_decay, eps=eps, fused=True
+        )
+        self.updates = 0
+        """Steps taken."""
+        # Adapters of different roles are different policies: the gradient of one does not shrink that of another.
+        self._policies = [list(self.parameters)]
+        if loaded.adapters:
+            self._policies = [
+                [name for name in self.parameters if name.endswith(f".{adapter}.weight")] for adapter in loaded.adapters
+            ]
+
+    def zero_grad(self) -> None:
+        """Drop what lies in the parameters' `grad`."""
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    def step(self, learning_rate: float, max_norm: float) -> float:
+        """Clip each policy's gradient to `max_norm`, update, and return the norm there was before clipping."""
+        for name, parameter in self.parameters.items():
+            if self.masters[name] is not parameter:
+                grad = parameter.grad
+                self.masters[name].grad = None if grad is None else grad.float()
+        norms = [
+            torch.nn.utils.clip_grad_norm_([self.masters[name] for name in names], max_norm).item()
+            for names in self._policies
+        ]
+        for group in self.adamw.param_groups:
+            group["lr"] = learning_rate
+        self.adamw.step()
+        self.updates += 1
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                if self.masters[name] is not parameter:
+                    parameter.copy_(self.masters[name])
+                self.masters[name].grad = None
+                parameter.grad = None
+        return math.hypot(*norms)

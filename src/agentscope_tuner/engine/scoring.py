@@ -1,0 +1,134 @@
+"""Log-probabilities of given tokens at every place of given sequences, and the gradient of any loss over them.
+
+As in the learner, sequences are packed into prefix trees, and the output head is applied in chunks whose gradients are
+taken at once. What several sequences have in common is computed once, in the head as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from agentscope_tuner.algorithms.packing import PackedTree, pack
+from agentscope_tuner.config import EngineConfig
+from agentscope_tuner.engine.decoder import kernels_for
+from agentscope_tuner.engine.models import LoadedModel
+from agentscope_tuner.engine.trainable import choose_forward
+from agentscope_tuner.engine.tree_attention import TreeLayout
+
+_HEAD_ELEMENTS = 2**24
+"""Logits computed at once."""
+
+EntryLoss = Callable[[Tensor, Tensor], Tensor]
+"""From log-probabilities (n,) and the entries (n,) they belong to, to a scalar."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A sequence, and at each of its places the token whose log-probability is asked for."""
+
+    ids: list[int]
+    """(N,)"""
+    targets: list[int]
+    """(N,) usually the next token."""
+
+
+class Scorer:
+    """Runs sequences through a loaded model.
+
+    The places of all rows, one row after the other, are called entries.
+    """
+
+    def __init__(self, loaded: LoadedModel, engine: EngineConfig) -> None:
+        self._loaded = loaded
+        self._kernels = kernels_for(loaded, engine)
+        self._forward = choose_forward(loaded, self._kernels)
+        self._max_tokens = engine.micro_batch_tokens
+
+    @torch.no_grad()
+    def logprobs(self, rows: Sequence[Row]) -> Tensor:
+        """The log-probability of every entry, on the CPU."""
+        found = torch.empty(sum(len(row.ids) for row in rows))
+        for tree in self._pack(rows):
+            hidden = self._hidden(tree)
+            for chunk in self._chunks(tree, rows):
+                found[chunk.entries] = chunk.logprobs(self._loaded.head(hidden[chunk.nodes])).cpu()
+        return found
+
+    def backward(self, rows: Sequence[Row], loss: EntryLoss) -> tuple[Tensor, float]:
+        """Add the gradient of a loss to the parameters' `grad`.
+
+        Args:
+            rows: the sequences.
+            loss: of some entries, given as log-probabilities and entry numbers on the model's device; summed over all.
+
+        Returns:
+            The log-probability of every entry, on the CPU, and the loss.
+        """
+        found = torch.empty(sum(len(row.ids) for row in rows))
+        total = 0.0
+        for tree in self._pack(rows):
+            hidden = self._hidden(tree)
+            leaf = hidden.detach().requires_grad_()
+            for chunk in self._chunks(tree, rows):
+                logprobs = chunk.logprobs(self._loaded.head(leaf[chunk.nodes]))
+                part = loss(logprobs, chunk.entries.to(logprobs.device))
+                part.backward()
+                total += part.item()
+                found[chunk.entries] = logprobs.detach().cpu()
+            hidden.backward(leaf.grad)
+        return found, total
+
+    @torch.no_grad()
+    def next_token_logprobs(self, ids: Sequence[int]) -> Iterator[Tensor]:
+        """The distribution after each place of one sequence, as blocks (n, V) of log-probabilities."""
+        tree = pack([list(ids)], max_tokens=self._max_tokens)[0]
+        hidden = self._hidden(tree)
+        for nodes in hidden.split(max(1, _HEAD_ELEMENTS // self._loaded.vocabulary)):
+            yield torch.log_softmax(self._loaded.head(nodes).float(), -1)
+
+    def _pack(self, rows: Sequence[Row]) -> list[PackedTree]:
+        return pack([row.ids for row in rows], max_tokens=self._max_tokens)
+
+    def _hidden(self, tree: PackedTree) -> Tensor:
+        """(N, D) of the packed tokens."""
+        device = self._loaded.device
+        ids = torch.tensor([tree.ids], device=device)
+        positions = torch.tensor([tree.positions], device=device)
+        return self._forward(ids, positions, TreeLayout(tree, device, self._kernels))[0]
+
+    def _chunks(self, tree: PackedTree, rows: Sequence[Row]) -> Iterator[_Chunk]:
+        """The tree's entries, by the packed token they follow."""
+        starts = torch.tensor([0, *(len(row.ids) for row in rows)]).cumsum(0).tolist()
+        entries = torch.cat([torch.arange(starts[member], starts[member + 1]) for member in tree.members])
+        nodes = torch.cat([torch.tensor(where) for where in tree.where])
+        targets = torch.cat([torch.tensor(rows[member].targets) for member in tree.members])
+        order = nodes.argsort()
+        entries, nodes, targets = entries[order], nodes[order], targets[order]
+        size = max(1, _HEAD_ELEMENTS // self._loaded.vocabulary)
+        for start in range(0, len(tree.ids), size):
+            low, high = torch.searchsorted(nodes, torch.tensor([start, start + size])).tolist()
+            if low < high:
+                yield _Chunk(slice(start, start + size), entries[low:high], nodes[low:high] - start, targets[low:high])
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """Entries that follow a range of packed tokens."""
+
+    nodes: slice
+    entries: Tensor
+    """(n,)"""
+    rows: Tensor
+    """(n,) which of the chunk's packed tokens each follows."""
+    targets: Tensor
+    """(n,)"""
+
+    def logprobs(self, logits: Tensor) -> Tensor:
+        """(n,) from the logits (m, V) of the range."""
+        rows, targets = self.rows.to(logits.device), self.targets.to(logits.device)
+        logits = logits.float()
+        return logits[rows, targets] - torch.logsumexp(logits, -1)[rows]
