@@ -18,7 +18,7 @@ from yaml import YAMLError
 
 from agentscope_tuner.errors import ConfigError
 
-BackendName = Literal["local"]
+BackendName = Literal["local", "trinity"]
 AlgorithmName = Literal["multi_step_grpo", "grpo"]
 MonitorName = Literal["tensorboard", "none"]
 
@@ -261,6 +261,31 @@ class EngineConfig(_Config):
     """How long a batch waits for episodes that are between two calls. Within it, equal seeds give equal bits."""
 
 
+class TrinityConfig(_Config):
+    """Backend `trinity`: Trinity-RFT on Ray."""
+
+    route: Literal["auto", "verl", "tinker"] = "auto"
+    """What computes: vLLM and verl on GPUs, or a Tinker service. `auto` takes GPUs where Ray has some."""
+    ray_address: str = "local"
+    """`local` starts Ray for this run; `auto` joins the one that runs here; or a cluster's address."""
+    node_num: int = Field(default=0, ge=0)
+    """Nodes to use. 0: all there are."""
+    gpu_per_node: int = Field(default=0, ge=0)
+    """GPUs per node. 0: all there are."""
+    runners: int = Field(default=8, ge=1)
+    """Processes that run workflows, per inference engine."""
+    sync_method: Literal["nccl", "memory", "checkpoint"] | None = None
+    """How weights come to the inference engines. None: `nccl`, and `memory` with a Tinker service."""
+    sync_style: Literal["fixed", "explorer_driven", "dynamic_by_explorer", "trainer_driven", "fully_async"] = "fixed"
+    """Who waits for whom. `fixed`: explorer and trainer for each other, so every step is on-policy."""
+    sync_interval: int = Field(default=1, ge=1)
+    """Steps between two synchronizations."""
+    sync_timeout_s: float = Field(default=3600.0, gt=0.0)
+    """Seconds either side waits for the other."""
+    settings: dict[str, Any] = Field(default_factory=dict)
+    """Further settings of Trinity's `Config`, by dotted name, such as `trainer.param_offload: true`."""
+
+
 class CheckpointConfig(_Config):
     """What is kept of the weights."""
 
@@ -282,7 +307,7 @@ class TunerConfig(_Config):
     seed: int = Field(default=0, ge=0)
     """Fixes task order and sampling."""
     backend: BackendName = "local"
-    """`local` is the embedded engine: one process, CPU or one GPU."""
+    """`local` is the embedded engine: one process, CPU or one GPU. `trinity` is Trinity-RFT on Ray."""
     model: TunerModelConfig
     """The model to train."""
     auxiliary_models: dict[str, TunerModelConfig] = Field(default_factory=dict)
@@ -301,6 +326,8 @@ class TunerConfig(_Config):
     """Where curves go besides `metrics.jsonl` and `reward.png`."""
     engine: EngineConfig = Field(default_factory=EngineConfig)
     """The embedded engine."""
+    trinity: TrinityConfig = Field(default_factory=TrinityConfig)
+    """Trinity-RFT."""
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     """What is kept of the weights."""
 
@@ -314,10 +341,12 @@ class TunerConfig(_Config):
                 "`workflow.trainable_targets` is empty, so nothing would be trained; name a role, or remove it"
             )
         models = {"model": self.model} | {f"auxiliary_models.{k}": v for k, v in self.auxiliary_models.items()}
+        if self.backend == "local" and self.trinity.model_fields_set:
+            refuse("trinity", "backend `local` runs in this process")
         for where, model in models.items():
             for key in ("tensor_parallel_size", "inference_engine_num", "tinker_config"):
-                if model.sets(key):
-                    refuse(f"{where}.{key}", f"backend `{self.backend}` runs one engine in this process")
+                if self.backend == "local" and model.sets(key):
+                    refuse(f"{where}.{key}", "backend `local` runs one engine in this process")
             if where != "model" and model.lora is not None:
                 refuse(f"{where}.lora", "auxiliary models are not trained")
         if self.roles.adapters == "shared":

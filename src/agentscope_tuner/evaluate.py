@@ -54,7 +54,8 @@ async def _evaluate(
     config: TunerConfig, dataset: DatasetConfig, workflow: WorkflowRunner, judge: JudgeRunner | None
 ) -> dict[str, EvalResult]:
     # Imported here for the same reason as in `tune`.
-    from agentscope_tuner.backends.local import choose_cast, evaluate_policy, start_engines
+    from agentscope_tuner.backends.evaluation import evaluate_policy
+    from agentscope_tuner.backends.local import choose_cast, start_engines
     from agentscope_tuner.readers import load_tasks
     from agentscope_tuner.reporting import ProgressView
 

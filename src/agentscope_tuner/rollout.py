@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import random
 import threading
 import time
@@ -12,7 +11,6 @@ import zlib
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from statistics import NormalDist, fmean, stdev
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -38,7 +36,6 @@ from agentscope_tuner.types import (
     Episode,
     EpisodeError,
     EpisodeGroup,
-    EvalResult,
     JudgeOutput,
     ModelCall,
     Task,
@@ -352,25 +349,6 @@ def _reward_by_role(reward: float | dict[str, float], recorder: Recorder) -> dic
     if missing:
         raise RewardError(f"role `{missing[0]}` is trained and spoke, but the reward names only {sorted(reward)}")
     return {role: float(reward[role]) for role in spoke}
-
-
-def summarize(rewards: Sequence[float | None], time_s: float = 0.0) -> EvalResult:
-    """Mean reward with its 95% confidence interval; None stands for a failed episode, which has no reward.
-
-    Wilson's score interval for rewards that are all 0 or 1 (it stays sensible near the ends), the normal approximation
-    for others.
-    """
-    scored = [reward for reward in rewards if reward is not None]
-    failed = len(rewards) - len(scored)
-    if not scored:
-        return EvalResult(math.nan, math.nan, math.nan, len(rewards), failed, time_s=time_s)
-    n, mean, z = len(scored), fmean(scored), NormalDist().inv_cdf(0.975)
-    if all(reward in (0.0, 1.0) for reward in scored):
-        center = (mean + z * z / (2 * n)) / (1 + z * z / n)
-        half = z / (1 + z * z / n) * math.sqrt(mean * (1 - mean) / n + z * z / (4 * n * n))
-    else:
-        center, half = mean, z * (stdev(scored) / math.sqrt(n) if n > 1 else math.inf)
-    return EvalResult(mean, center - half, center + half, len(rewards), failed, time_s=time_s)
 
 
 def run_to_end(work: Coroutine[Any, Any, T]) -> T:

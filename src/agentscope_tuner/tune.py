@@ -76,7 +76,11 @@ def tune(
         },
         defaults={"experiment_name": f"Experiment-{datetime.now():%Y%m%d%H%M%S}"},
     )
-    # The engine is imported only now: signatures and settings are checked before torch is loaded.
+    # Engines are imported only now: signatures and settings are checked before torch is loaded.
+    if config.backend == "trinity":
+        from agentscope_tuner.backends.trinity.run import TrinityRun
+
+        return TrinityRun(config, workflow, judge).run()
     from agentscope_tuner.backends.local import LocalRun
 
     return run_to_end(LocalRun(config, workflow, judge).run())

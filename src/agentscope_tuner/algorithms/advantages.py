@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
-from typing import Literal
+from typing import Literal, TypeVar
 
 from agentscope_tuner.types import Branch, Episode, EpisodeGroup, ModelCall, Trajectory
+
+K = TypeVar("K", bound=Hashable)
 
 _EPSILON = 1e-4
 """Added to the standard deviation, as TRL does, so that tiny differences do not become large advantages."""
@@ -159,11 +161,21 @@ def _weigh(datums: Sequence[Datum], weighting: Weighting, max_tokens: int) -> No
     tokens = Counter[int]()
     for datum in datums:
         tokens[datum.trajectory] += len(datum.call.completion_ids)
-    total = sum(tokens.values())
+    weights = token_weights(tokens, weighting, max_tokens)
     for datum in datums:
-        if weighting == "token":
-            datum.weight = 1 / total
-        elif weighting == "episode":
-            datum.weight = 1 / (len(tokens) * tokens[datum.trajectory])
-        else:
-            datum.weight = 1 / (len(tokens) * max_tokens)
+        datum.weight = weights[datum.trajectory]
+
+
+def token_weights(tokens: Mapping[K, int], weighting: Weighting, max_tokens: int) -> dict[K, float]:
+    """The weight of each token's loss, by trajectory (see `weigh`).
+
+    Args:
+        tokens: how many each trajectory has to learn from, at least one.
+        weighting: which tokens count the same.
+        max_tokens: the constant of `constant`.
+    """
+    if weighting == "token":
+        return dict.fromkeys(tokens, 1 / sum(tokens.values()))
+    if weighting == "episode":
+        return {trajectory: 1 / (len(tokens) * count) for trajectory, count in tokens.items()}
+    return dict.fromkeys(tokens, 1 / (len(tokens) * max_tokens))

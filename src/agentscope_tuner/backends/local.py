@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import gc
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, stdev
 
 from agentscope_tuner.algorithms import Credit, build_datums, compute_advantages
+from agentscope_tuner.backends.evaluation import evaluate_policy
 from agentscope_tuner.chat import ChatRenderer
 from agentscope_tuner.config import TunerConfig, TunerModelConfig
 from agentscope_tuner.engine.checkpoint import (
@@ -35,26 +34,31 @@ from agentscope_tuner.engine.models import (
     prepare_torch,
 )
 from agentscope_tuner.engine.sampler import Sampler
-from agentscope_tuner.errors import ConfigError, RoleError, TooManyFailuresError
+from agentscope_tuner.errors import ConfigError, RoleError
 from agentscope_tuner.opponents import OpponentPool, plain_cast
 from agentscope_tuner.readers import TaskStream, load_tasks, planned_steps
 from agentscope_tuner.recorder import PolicyModel
-from agentscope_tuner.reporting import ProgressView, RunFolder, TensorBoardWriter, draw_reward, read_episodes
-from agentscope_tuner.rollout import Rollout, summarize
+from agentscope_tuner.reporting import (
+    ProgressView,
+    RunFolder,
+    TensorBoardWriter,
+    check_failures,
+    describe,
+    draw_reward,
+    stored_evaluation,
+    with_continuations,
+)
+from agentscope_tuner.rollout import Rollout
 from agentscope_tuner.types import (
     Cast,
     Episode,
     EpisodeGroup,
     EvalResult,
-    ModelCall,
     StepMetrics,
-    Task,
     TuneResult,
     version_of,
 )
 from agentscope_tuner.workflow import JudgeRunner, WorkflowRunner
-
-DECODINGS = ("greedy", "sampled")
 
 
 @dataclass(slots=True)
@@ -114,47 +118,6 @@ def choose_cast(config: TunerConfig, workflow: WorkflowRunner) -> Cast:
             "`trainable_targets`"
         )
     return plain_cast(config.roles, roles)
-
-
-def check_failures(episodes: Sequence[Episode], limit: float, where: Path | None = None) -> None:
-    """Stop when too much fails; `where` is the folder that the episodes are in.
-
-    Raises:
-        TooManyFailuresError: names the commonest cause.
-    """
-    errors = [episode.error for episode in episodes if episode.error is not None]
-    if len(errors) > limit * len(episodes):
-        commonest, count = Counter(str(error) for error in errors).most_common(1)[0]
-        trace = next(error.traceback for error in errors if str(error) == commonest)
-        raise TooManyFailuresError(
-            f"{len(errors)} of {len(episodes)} episodes failed, more than `algorithm.max_failed_fraction` ({limit:g}) "
-            f"allows; the commonest error ({count} times) is {commonest}"
-            + (f"\nAll episodes are in `{where}`" if where else "")
-            + (f"\n{trace}" if trace else "")
-        )
-
-
-async def evaluate_policy(
-    rollout: Rollout, tasks: list[Task], view: ProgressView, max_failed_fraction: float
-) -> dict[str, EvalResult]:
-    """Run every task once greedily and once sampled, with the same random numbers each time it is called.
-
-    Raises:
-        TooManyFailuresError: too many episodes failed for the mean to mean anything.
-    """
-    results = {}
-    for decoding in DECODINGS:
-        view.phase(f"eval {decoding}", len(tasks))
-        params = rollout.model.params
-        if decoding == "greedy":
-            params = replace(params, temperature=0.0, top_p=1.0, top_k=0)
-        begun = time.perf_counter()
-        groups = await rollout.run(tasks, 1, phase=f"eval_{decoding}", params=params)
-        episodes = [episode for group in groups for episode in group.episodes]
-        check_failures(episodes, max_failed_fraction)
-        results[decoding] = summarize([e.reward_mean for e in episodes], time.perf_counter() - begun)
-        results[decoding].metrics = mean_metrics(episodes)
-    return results
 
 
 class LocalRun:
@@ -379,59 +342,4 @@ class LocalRun:
         """An evaluation of this run, or of the earlier part that it continues."""
         if not self.eval_tasks:
             return {}
-        if step in self.evaluations:
-            return self.evaluations[step]
-        found = {}
-        for decoding in DECODINGS:
-            path = self.folder.episodes_dir / f"eval_{decoding}_{step:06d}.jsonl"
-            if path.exists():
-                rewards = [row["reward"] for row in read_episodes(path)]
-                found[decoding] = summarize([fmean(reward.values()) if reward else None for reward in rewards])
-        return found
-
-
-def with_continuations(episodes: Sequence[Episode]) -> list[Episode]:
-    """All episodes that were run, those that continue another one included."""
-    more = [other for episode in episodes if episode.branch is not None for other in episode.branch.continuations]
-    return [*episodes, *more]
-
-
-def describe(groups: list[EpisodeGroup], metrics: StepMetrics) -> None:
-    """Fill in what the episodes of a batch say."""
-    episodes = [episode for group in groups for episode in group.episodes]
-    metrics.episodes = len(episodes)
-    metrics.episodes_failed = sum(episode.error is not None for episode in episodes)
-    metrics.tokens_sampled = sum(episode.tokens_sampled for episode in with_continuations(episodes))
-    rewards = [episode.reward_mean for episode in episodes if episode.reward_mean is not None]
-    if rewards:
-        metrics.reward_mean = fmean(rewards)
-        metrics.reward_std = stdev(rewards) if len(rewards) > 1 else 0.0
-    metrics.extra = mean_metrics(episodes)
-
-
-def mean_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
-    """Averages over the episodes that have them.
-
-    Workflow and judge metrics; of each role the reward, the calls, and the tokens it wrote; the calls of each of its
-    players, where there are several.
-    """
-    values: dict[str, list[float]] = defaultdict(list)
-    for episode in episodes:
-        for name, value in episode.metrics.items():
-            values[name].append(value)
-        for role, reward in (episode.reward or {}).items():
-            values[f"reward_mean/{role}"].append(reward)
-        for role, calls in _grouped(episode.calls[episode.replayed :], lambda call: call.role).items():
-            values[f"calls/{role}"].append(len(calls))
-            values[f"tokens/{role}"].append(sum(len(call.completion_ids) for call in calls))
-            players = _grouped(calls, lambda call: call.agent)
-            for agent, own in players.items() if len(players) > 1 else ():
-                values[f"calls/{role}/{agent}"].append(len(own))
-    return {name: fmean(found) for name, found in sorted(values.items())}
-
-
-def _grouped(calls: Sequence[ModelCall], key: Callable[[ModelCall], str]) -> dict[str, list[ModelCall]]:
-    groups: dict[str, list[ModelCall]] = defaultdict(list)
-    for call in calls:
-        groups[key(call)].append(call)
-    return groups
+        return self.evaluations.get(step) or stored_evaluation(self.folder, step)

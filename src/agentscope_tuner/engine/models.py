@@ -16,8 +16,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import (
     AttentionInterface,
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -28,6 +30,8 @@ from agentscope_tuner.engine.attention import ATTENTION_NAME, CausalLayout, atte
 from agentscope_tuner.errors import ConfigError, ModelError
 
 TINY_AGENT = "tiny-agent"
+_CONTEXT = 2048
+"""Tokens, for models that do not say."""
 ADAPTERS = "adapters"
 """Where a model's directory holds adapters, one folder each."""
 
@@ -165,7 +169,7 @@ def load_model(config: TunerModelConfig, engine: EngineConfig, adapters: Sequenc
         ) from exc
     # Dropout would make the learner's log-probabilities differ from the sampler's.
     nn.Module.to(model, device).eval()
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2048
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or _CONTEXT
     if config.max_model_len is not None and config.max_model_len > limit:
         raise ConfigError(
             f"`model.max_model_len` is {config.max_model_len}, but `{config.model_path}` was built for {limit} tokens"
@@ -175,7 +179,7 @@ def load_model(config: TunerModelConfig, engine: EngineConfig, adapters: Sequenc
         tokenizer=tokenizer,
         name=config.model_path,
         max_model_len=config.max_model_len or limit,
-        end_of_turn_ids=_end_of_turn_ids(model, tokenizer),
+        end_of_turn_ids=_end_of_turn_ids(model.generation_config, tokenizer),
     )
     _check_architecture(loaded)
     if config.lora is not None:
@@ -335,13 +339,35 @@ def _device(engine: EngineConfig) -> torch.device:
     return torch.device("cuda")
 
 
-def _end_of_turn_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    configured = model.generation_config.eos_token_id if model.generation_config is not None else None
+def load_reader(config: TunerModelConfig) -> tuple[PreTrainedTokenizerBase, frozenset[int], int]:
+    """What reads and writes a model's text, where its weights are elsewhere: tokenizer, end of turn, longest context.
+
+    Raises:
+        ModelError: it cannot be loaded.
+    """
+    directory = model_directory(config.model_path)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=config.trust_remote_code)
+        form = AutoConfig.from_pretrained(directory, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError, KeyError, ImportError) as exc:
+        raise ModelError(f"tokenizer of `{config.model_path}` cannot be loaded: {exc}") from exc
+    try:
+        generation = GenerationConfig.from_pretrained(directory)
+    except OSError:  # not every model has one
+        generation = GenerationConfig.from_model_config(form)
+    limit = getattr(form.get_text_config(), "max_position_embeddings", None) or _CONTEXT
+    return tokenizer, _end_of_turn_ids(generation, tokenizer), config.max_model_len or limit
+
+
+def _end_of_turn_ids(generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    configured = generation.eos_token_id if generation is not None else None
     ids = set(configured if isinstance(configured, list) else [configured])
     ids.add(tokenizer.eos_token_id)
     ids.discard(None)
     if not ids:
-        raise ModelError(f"`{model.name_or_path}` names no end-of-sequence token, so its completions would never end")
+        raise ModelError(
+            f"`{tokenizer.name_or_path}` names no end-of-sequence token, so its completions would never end"
+        )
     return frozenset(ids)
 
 

@@ -65,7 +65,12 @@ class TinkerServer:
     async def serve(self, listener: socket.socket) -> None:
         """Answer requests until cancelled or interrupted."""
         config = uvicorn.Config(
-            self.app(), lifespan="off", ws="none", log_config=None, access_log=False, timeout_graceful_shutdown=_CLOSING_S
+            self.app(),
+            lifespan="off",
+            ws="none",
+            log_config=None,
+            access_log=False,
+            timeout_graceful_shutdown=_CLOSING_S,
         )
         server = uvicorn.Server(config)
         try:

@@ -1,0 +1,157 @@
+"""Trinity's inference engines as policies: token ids in, token ids and log-probabilities out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tinker
+from openai import AsyncOpenAI
+from trinity.common.models.model import ModelWrapper
+
+from agentscope_tuner.errors import PromptTooLongError
+from agentscope_tuner.policy import Sample, SamplingParams
+
+
+class _EnginePolicy:
+    """What all have in common: Trinity's engines batch by themselves, so episodes need no announcement."""
+
+    def __init__(self, max_model_len: int) -> None:
+        self.max_model_len = max_model_len
+        self.version = 0
+
+    def open_episode(self, episode_id: str) -> None:
+        """Nothing to do."""
+
+    def close_episode(self, episode_id: str) -> None:
+        """Nothing to do."""
+
+    def pause_episode(self, episode_id: str) -> None:
+        """Nothing to do."""
+
+    def resume_episode(self, episode_id: str) -> None:
+        """Nothing to do."""
+
+    def room(self, prompt_ids: list[int]) -> int:
+        """How many tokens may follow.
+
+        Raises:
+            PromptTooLongError: none.
+        """
+        left = self.max_model_len - len(prompt_ids)
+        if left < 1:
+            raise PromptTooLongError(
+                f"a prompt has {len(prompt_ids)} tokens, and `model.max_model_len` is {self.max_model_len}; raise it, "
+                "or let the agent send less"
+            )
+        return left
+
+
+class TinkerPolicy(_EnginePolicy):
+    """Samples from the Tinker service that holds the weights."""
+
+    def __init__(self, max_model_len: int, model: ModelWrapper | None = None) -> None:
+        """With a `model` of Trinity's, `refresh` follows what it has synchronized."""
+        super().__init__(max_model_len)
+        self._model = model
+        self._service = tinker.ServiceClient()
+        self._path = ""
+        self._sampler: Any = None
+
+    async def refresh(self) -> None:
+        """Look which weights are current; they do not change while episodes of one group run."""
+        assert self._model is not None
+        version = await self._model.model_version_async
+        await self.use(await self._model.model.get_model_path.remote(), max(0, version))
+
+    async def use(self, path: str, version: int) -> None:
+        """Sample with these weights from now on: a checkpoint's path on the service, or the name of its base model."""
+        self.version = version
+        if path != self._path:
+            kind = "model_path" if path.startswith("tinker://") else "base_model"
+            self._sampler = await self._service.create_sampling_client(**{kind: path})
+            self._path = path
+
+    async def sample(
+        self,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        *,
+        episode_id: str,
+        adapter: str = "",
+        on_token: Callable[[int], None] | None = None,
+    ) -> Sample:
+        """Complete `prompt_ids`; `on_token` sees all tokens once the last is drawn.
+
+        Raises:
+            PromptTooLongError: the prompt leaves no room in the context.
+        """
+        response = await self._sampler.sample(
+            prompt=tinker.ModelInput.from_ints(prompt_ids),
+            num_samples=1,
+            sampling_params=tinker.SamplingParams(
+                max_tokens=min(params.max_tokens, self.room(prompt_ids)),
+                seed=params.seed,
+                stop=list(params.stop) or None,
+                temperature=params.temperature,
+                top_k=params.top_k or -1,
+                top_p=params.top_p,
+            ),
+        )
+        sequence = response.sequences[0]
+        for token in sequence.tokens if on_token is not None else ():
+            on_token(token)  # type: ignore[misc]
+        return Sample(list(sequence.tokens), list(sequence.logprobs), sequence.stop_reason, self.version)
+
+
+class VllmPolicy(_EnginePolicy):
+    """Samples through vLLM's completions interface, which takes and gives token ids."""
+
+    def __init__(self, max_model_len: int, model: ModelWrapper) -> None:
+        super().__init__(max_model_len)
+        self.model = model
+        self._client: AsyncOpenAI | None = None
+
+    async def refresh(self) -> None:
+        """Look which weights are current, and where the server is."""
+        self.version = max(0, await self.model.model_version_async)
+        if self._client is None:
+            address = await self.model.model.get_api_server_url.remote()
+            self._client = AsyncOpenAI(base_url=f"{address}/v1", api_key=self.model.api_key)
+
+    async def sample(
+        self,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        *,
+        episode_id: str,
+        adapter: str = "",
+        on_token: Callable[[int], None] | None = None,
+    ) -> Sample:
+        """Complete `prompt_ids`; `on_token` sees all tokens once the last is drawn.
+
+        Raises:
+            PromptTooLongError: the prompt leaves no room in the context.
+        """
+        assert self._client is not None
+        completion = await self._client.completions.create(
+            model=self.model.model_path,
+            prompt=prompt_ids,
+            max_tokens=min(params.max_tokens, self.room(prompt_ids)),
+            temperature=params.temperature,
+            top_p=params.top_p,
+            stop=list(params.stop) or None,
+            seed=params.seed % 2**63,
+            logprobs=0,
+            extra_body={
+                "top_k": params.top_k or -1,
+                "return_token_ids": True,
+                "include_stop_str_in_output": True,
+                "skip_special_tokens": False,
+            },
+        )
+        choice: Any = completion.choices[0]
+        token_ids, logprobs = list(choice.token_ids), list(choice.logprobs.token_logprobs)
+        for token in token_ids if on_token is not None else ():
+            on_token(token)  # type: ignore[misc]
+        return Sample(token_ids, logprobs, "length" if choice.finish_reason == "length" else "stop", self.version)

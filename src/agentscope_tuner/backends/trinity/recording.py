@@ -1,0 +1,204 @@
+"""Where Trinity's processes report to: one actor that writes the run folder as the embedded engine does."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ray
+from trinity.common.config import Config
+from trinity.utils.monitor import Monitor
+
+from agentscope_tuner.config import TunerConfig
+from agentscope_tuner.errors import TooManyFailuresError
+from agentscope_tuner.reporting import (
+    DECODINGS,
+    RunFolder,
+    TensorBoardWriter,
+    check_failures,
+    describe,
+    draw_reward,
+    mean_metrics,
+    summarize,
+    with_continuations,
+)
+from agentscope_tuner.types import EpisodeGroup, EvalResult, StepMetrics
+
+_FROM_TRAINER = {
+    "actor/final_loss": "loss",
+    "actor/pg_clipfrac": "clip_fraction",
+    "actor/ppo_kl": "kl_to_sampler",
+    "grad_norm": "grad_norm",
+    "actor/grad_norm": "grad_norm",
+    "actor/lr": "learning_rate",
+    "time/train_step": "time_train_s",
+    "perf/total_num_tokens": "tokens_packed",
+}
+"""Trinity's names for what `StepMetrics` calls otherwise."""
+
+
+@dataclass(slots=True)
+class _Step:
+    """What has been heard of a step so far."""
+
+    groups: list[EpisodeGroup] = field(default_factory=list)
+    metrics: StepMetrics | None = None
+    """Set once all its groups are there."""
+    trained: dict[str, float] | None = None
+    evaluated: dict[str, list[EpisodeGroup]] = field(default_factory=lambda: defaultdict(list))
+    begun: float = 0.0
+    evaluation_begun: dict[str, float] = field(default_factory=dict)
+    results: dict[str, EvalResult] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What the driver shows."""
+
+    episodes: int
+    failed: int
+    tokens: int
+    finished: list[StepMetrics]
+    """Steps written since the last time it asked."""
+    stop: str
+    """Why the run should end, if it should."""
+
+
+class RunRecorder:
+    """Writes episodes as they come, and a line of metrics per step once everything about it is known."""
+
+    def __init__(self, config: TunerConfig, folder: str, steps: int, eval_tasks: int) -> None:
+        self._config = config
+        self._folder = RunFolder(Path(folder))
+        self._last = steps
+        self._eval_tasks = eval_tasks
+        self._steps: dict[int, _Step] = defaultdict(_Step)
+        self._history = self._folder.read_metrics()
+        self._next = self._history[-1].step + 1 if self._history else (0 if eval_tasks else 1)
+        self._board = TensorBoardWriter(self._folder.tensorboard_dir) if config.monitor_type == "tensorboard" else None
+        self._episodes = self._failed = self._tokens = 0
+        self._fresh: list[StepMetrics] = []
+        self._stop = ""
+
+    def record(self, group: EpisodeGroup, *, phase: str, step: int) -> None:
+        """A group was run: `train`, `eval_greedy` or `eval_sampled`."""
+        now = time.perf_counter()
+        longest = max(episode.time_s for episode in group.episodes)
+        state = self._steps[step]
+        for episode in with_continuations(group.episodes):
+            self._folder.write_episode(episode, phase=phase, step=step)
+            self._episodes += 1
+            self._failed += episode.error is not None
+            self._tokens += episode.tokens_sampled
+        if phase == "train":
+            state.begun = min(state.begun or now, now - longest)
+            state.groups.append(group)
+            if len(state.groups) == self._config.algorithm.batch_size:
+                self._all_played(state, step, now)
+        else:
+            decoding = phase.removeprefix("eval_")
+            state.evaluation_begun[decoding] = min(state.evaluation_begun.get(decoding, now), now - longest)
+            state.evaluated[decoding].append(group)
+            if len(state.evaluated[decoding]) == self._eval_tasks:
+                self._all_evaluated(state, decoding, now)
+        self._write_what_is_known()
+
+    def trained(self, step: int, data: dict[str, float]) -> None:
+        """The trainer has done a step."""
+        self._steps[step].trained = data
+        self._write_what_is_known()
+
+    def progress(self) -> Progress:
+        """What happened so far."""
+        fresh, self._fresh = self._fresh, []
+        return Progress(self._episodes, self._failed, self._tokens, fresh, self._stop)
+
+    def last(self, results: dict[str, EvalResult]) -> None:
+        """The evaluation of the finished model."""
+        self._steps[self._last].results = results
+        self._write_what_is_known()
+
+    def _all_played(self, state: _Step, step: int, now: float) -> None:
+        state.groups.sort(key=lambda group: group.episodes[0].workflow_task.episode_id)
+        metrics = StepMetrics(step=step)
+        describe(state.groups, metrics)
+        metrics.groups = len(state.groups)
+        metrics.zero_variance_groups = sum(_all_alike(group) for group in state.groups)
+        metrics.time_rollout_s = now - state.begun
+        state.metrics = metrics
+        episodes = with_continuations([episode for group in state.groups for episode in group.episodes])
+        try:
+            check_failures(episodes, self._config.algorithm.max_failed_fraction, self._folder.episodes_dir)
+        except TooManyFailuresError as exc:
+            self._stop = str(exc)
+        state.groups = []
+
+    def _all_evaluated(self, state: _Step, decoding: str, now: float) -> None:
+        episodes = [episode for group in state.evaluated.pop(decoding) for episode in group.episodes]
+        result = summarize([episode.reward_mean for episode in episodes], now - state.evaluation_begun[decoding])
+        result.metrics = mean_metrics(episodes)
+        state.results[decoding] = result
+
+    def _write_what_is_known(self) -> None:
+        while self._next <= self._last and self._complete(self._next):
+            self._write(self._next)
+
+    def _complete(self, step: int) -> bool:
+        state = self._steps[step]
+        interval = self._config.algorithm.eval_interval_steps
+        # Trinity evaluates while a step is under way, so with the weights of the step before.
+        due = self._eval_tasks > 0 and (step == self._last or (step + 1) % interval == 0)
+        evaluated = len(state.results) == len(DECODINGS)
+        if step == 0:
+            return evaluated
+        return state.metrics is not None and state.trained is not None and (evaluated or not due)
+
+    def _write(self, step: int) -> None:
+        state = self._steps.pop(step)
+        metrics = state.metrics or StepMetrics(step=step)
+        for theirs, value in (state.trained or {}).items():
+            if theirs in _FROM_TRAINER:
+                setattr(metrics, _FROM_TRAINER[theirs], value)
+        if state.results:
+            metrics.eval_reward_mean = state.results["greedy"].reward_mean if "greedy" in state.results else None
+            metrics.eval_reward_sampled_mean = (
+                state.results["sampled"].reward_mean if "sampled" in state.results else None
+            )
+            metrics.time_eval_s = sum(result.time_s for result in state.results.values())
+            for decoding, result in state.results.items():
+                metrics.extra |= {f"eval_{decoding}/{name}": value for name, value in result.metrics.items()}
+        self._history.append(metrics)
+        self._folder.append_metrics(metrics)
+        if self._board is not None:
+            self._board.write(metrics)
+        self._fresh.append(metrics)
+        self._next = step + 1
+        if state.results or step == self._last:
+            draw_reward(self._history, self._folder.reward_png, self._config.experiment_name)
+
+
+def _all_alike(group: EpisodeGroup) -> bool:
+    rewards = [episode.reward for episode in group.succeeded]
+    return all(reward == rewards[0] for reward in rewards)
+
+
+class RunMonitor(Monitor):  # type: ignore[misc]  # published without types
+    """What Trinity's trainer and explorer log to: the trainer's numbers go to the run's recorder."""
+
+    def __init__(self, project: str, group: str, name: str, role: str, config: Config | None = None) -> None:
+        assert config is not None
+        self._trainer = config.trainer.name
+        self.role = role
+        self._recorder = config.monitor.monitor_args["recorder"]
+
+    def log(self, data: dict[str, Any], step: int, commit: bool = False) -> None:
+        """Metrics of a step."""
+        if self.role == self._trainer:
+            plain = {key: float(value) for key, value in data.items() if isinstance(value, int | float)}
+            ray.get(ray.get_actor(self._recorder).trained.remote(step, plain))
+
+    def close(self) -> None:
+        """Nothing is open."""

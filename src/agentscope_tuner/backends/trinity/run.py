@@ -1,0 +1,392 @@
+"""One training run on Trinity-RFT: what it needs is started, Trinity's own stage runs, and what it did is verified."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from trinity.common.config import Config
+
+from agentscope_tuner.backends.evaluation import evaluate_policy
+from agentscope_tuner.backends.trinity.adapter import RunSpec
+from agentscope_tuner.backends.trinity.policies import TinkerPolicy
+from agentscope_tuner.backends.trinity.recording import Progress, RunRecorder
+from agentscope_tuner.backends.trinity.translate import check_settings, translate, uses_own_service
+from agentscope_tuner.chat import ChatRenderer
+from agentscope_tuner.config import TunerConfig
+from agentscope_tuner.engine.models import load_reader, model_directory
+from agentscope_tuner.errors import ConfigError, TooManyFailuresError, TrainingStoppedError
+from agentscope_tuner.readers import TaskStream, load_tasks, planned_steps
+from agentscope_tuner.recorder import PolicyModel
+from agentscope_tuner.reporting import ProgressView, RunFolder, stored_evaluation
+from agentscope_tuner.rollout import Rollout, run_to_end
+from agentscope_tuner.types import Episode, EvalResult, TuneResult
+from agentscope_tuner.workflow import JudgeRunner, WorkflowRunner
+
+_POLL_S = 0.5
+_SERVICE_START_S = 120.0
+_CLOSING_S = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Service:
+    """A Tinker service."""
+
+    base_url: str
+    model: str
+    """What it calls its model."""
+    process: subprocess.Popen[bytes] | None
+    """None: not ours."""
+    folder: Path | None
+
+
+class TrinityRun:
+    """Trains with Trinity."""
+
+    def __init__(self, config: TunerConfig, workflow: WorkflowRunner, judge: JudgeRunner | None) -> None:
+        """Check everything that can be checked without a cluster.
+
+        Raises:
+            ConfigError: settings are missing, or Trinity cannot honour them.
+            DataError: a dataset is missing, empty or malformed.
+            ModelError: a model path does not exist.
+        """
+        if config.train_dataset is None:
+            raise ConfigError("`train_dataset` is required for training; pass it to `tune()` or set it in the YAML")
+        self.dataset = config.train_dataset
+        self.config = config
+        self.workflow = workflow
+        self.judge = judge
+        self.model_path = model_directory(config.model.model_path)
+        self.tasks = load_tasks(self.dataset)
+        self.steps = planned_steps(self.dataset, len(self.tasks), config.algorithm.batch_size)
+        self.eval_tasks = load_tasks(config.eval_dataset) if config.eval_dataset else []
+        self.folder = RunFolder((Path(config.output_dir).expanduser() / config.experiment_name).absolute())
+        self.view = ProgressView(self.steps)
+        self._name = f"{config.project_name}-{config.experiment_name}-{secrets.token_hex(4)}"
+        """Of this attempt, for Ray."""
+        self._shown = Progress(0, 0, 0, [], "")
+
+    @property
+    def _own(self) -> Path:
+        """Where Trinity, and what serves it, keep what they need to go on."""
+        return self.folder.path / "trinity"
+
+    def run(self) -> TuneResult:
+        """Train from the beginning, or from where the run of this name stopped.
+
+        Raises:
+            TrainingStoppedError: Trinity did not do what was asked; says what it did.
+        """
+        with _environment(self.config), self._ray() as address:
+            self.config = with_route(self.config, gpus=int(ray.cluster_resources().get("GPU", 0)))
+            check_settings(self.config)
+            self.folder.prepare(self.config)
+            self._write_tasks()
+            with self._service() as service, self._recorder() as recorder, self.view:
+                stage = self._stage(service, recorder, address)
+                self._train(stage, service, recorder)
+                weights = self._last_weights(stage)
+                if service is not None:
+                    self._evaluate(service, weights, recorder)
+                self._show(recorder)
+                checkpoint = self._export(service, weights)
+        result = TuneResult(
+            checkpoint=checkpoint,
+            history=self.folder.read_metrics(),
+            run_dir=self.folder.path,
+            eval_before=stored_evaluation(self.folder, 0),
+            eval_after=stored_evaluation(self.folder, self.steps),
+        )
+        self.view.summary(result)
+        return result
+
+    # ----------------------------------------------------------------------------------------------- surroundings
+
+    @contextmanager
+    def _ray(self) -> Iterator[str]:
+        """Start Ray, or join it; yields its address."""
+        asked = self.config.trinity.ray_address
+        try:
+            context = ray.init(address=asked, namespace=self._name, log_to_driver=False, configure_logging=False)
+        except (ConnectionError, RuntimeError, ValueError) as exc:
+            raise ConfigError(
+                f"Ray cannot be reached at `trinity.ray_address={asked}`: {exc}; start it with `ray start --head`, or "
+                "set `local` to start it for this run"
+            ) from exc
+        try:
+            yield context.address_info["gcs_address"]
+        finally:
+            ray.shutdown()
+
+    @contextmanager
+    def _service(self) -> Iterator[_Service | None]:
+        """The Tinker service of this run, started where none is given; none with GPUs."""
+        if self.config.trinity.route != "tinker":
+            yield None
+            return
+        given = (self.config.model.tinker_config or {}).get("base_url")
+        if given:
+            yield _Service(given, self.model_path, None, None)
+            return
+        folder = self._own / "service"
+        folder.mkdir(parents=True, exist_ok=True)
+        address = folder / "address.json"
+        address.unlink(missing_ok=True)
+        with (self._own / "service.log").open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "agentscope_tuner.tinker_service", str(self.folder.config_path), str(folder)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # Ctrl-C is ours to handle
+            )
+        try:
+            told = _wait_for(address, process, self._own / "service.log")
+            os.environ["TINKER_BASE_URL"] = told["base_url"]
+            yield _Service(told["base_url"], told["model"], process, folder)
+        finally:
+            _end(process)
+
+    @contextmanager
+    def _recorder(self) -> Iterator[Any]:
+        """The actor that writes the run folder; on this machine, where the folder is."""
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        actor = (
+            ray.remote(RunRecorder)
+            .options(name=self._name, namespace=self._name, num_cpus=0, scheduling_strategy=here)
+            .remote(self.config, str(self.folder.path), self.steps, len(self.eval_tasks))
+        )
+        try:
+            yield actor
+        finally:
+            for name in (self._name, "synchronizer"):
+                with suppress(ValueError):
+                    ray.kill(ray.get_actor(name, namespace=self._name))
+
+    def _write_tasks(self) -> None:
+        """All tasks of the run, in the order they are trained on, and the held-out ones."""
+        stream = TaskStream(self.tasks, seed=self.config.seed, shuffle=self.dataset.shuffle)
+        wanted = {"train": stream.take(self.steps * self.config.algorithm.batch_size), "eval": self.eval_tasks}
+        for name, tasks in wanted.items():
+            folder = self._own / "tasks" / name
+            folder.mkdir(parents=True, exist_ok=True)
+            lines = (json.dumps({"task": task.model_dump_json()}) for task in tasks)
+            (folder / "train.jsonl").write_text("".join(f"{line}\n" for line in lines))
+
+    # ----------------------------------------------------------------------------------------------------- stage
+
+    def _stage(self, service: _Service | None, recorder: Any, address: str) -> Config:
+        spec = RunSpec(self.config, self.workflow, self.judge, self._name)
+        stage = translate(
+            self.config,
+            model_path=self.model_path if service is None else service.model,
+            tasks=self._own / "tasks",
+            steps=self.steps,
+            evaluates=bool(self.eval_tasks),
+            checkpoints=self._own / "checkpoints",
+            spec=spec,
+            recorder=self._name,
+            base_url=None if service is None else service.base_url,
+        )
+        stage.cluster.ray_address = address
+        stage.ray_namespace = self._name
+        return stage
+
+    def _train(self, stage: Config, service: _Service | None, recorder: Any) -> None:
+        """Run Trinity's stage in a process of its own, and watch it.
+
+        Raises:
+            TrainingStoppedError: it failed, or did less than was asked.
+        """
+        answer = self._own / "stage.json"
+        answer.unlink(missing_ok=True)
+        log_path = self._own / "trinity.log"
+        environment = dict(os.environ)
+        if self.config.trinity.ray_address != "local":
+            environment["RAY_IS_ELSEWHERE"] = "1"
+        with log_path.open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "agentscope_tuner.backends.trinity.stage"],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                env=environment,
+                start_new_session=True,
+            )
+        assert process.stdin is not None
+        try:
+            # Through a pipe: workflows may hold keys of their default models, which belong in no file.
+            process.stdin.write(cloudpickle.dumps((stage, str(answer))))
+            process.stdin.close()
+            stop = ""
+            self.view.phase("rollout", 0)
+            while process.poll() is None and not stop:
+                time.sleep(_POLL_S)
+                stop = self._show(recorder)
+                if service is not None and service.process is not None and service.process.poll() is not None:
+                    raise TrainingStoppedError(
+                        f"the Tinker service ended with status {service.process.returncode}; see "
+                        f"`{self._own / 'service.log'}`"
+                    )
+        finally:
+            _end(process)
+        if stop:
+            raise TooManyFailuresError(stop)
+        self._verify(stage, json.loads(answer.read_text()) if answer.is_file() else None, process.returncode, log_path)
+
+    def _show(self, recorder: Any) -> str:
+        """Bring the display up to date; returns why the run should stop, if it should."""
+        now: Progress = ray.get(recorder.progress.remote())
+        for _ in range(now.episodes - now.failed - self._shown.episodes + self._shown.failed):
+            self.view.episode_done(failed=False)
+        for _ in range(now.failed - self._shown.failed):
+            self.view.episode_done(failed=True)
+        self.view.tokens(now.tokens - self._shown.tokens)
+        self._shown = now
+        for metrics in now.finished:
+            self.view.step_done(metrics)
+        return now.stop
+
+    def _verify(self, stage: Config, status: dict[str, Any] | None, code: int, log: Path) -> None:
+        """Compare Trinity's own records with what was asked; what it says about its success is not to be believed."""
+        done = {}
+        for side in (stage.explorer.name, stage.trainer.name):
+            path = Path(stage.get_checkpoint_job_dir()) / f"{side}_meta.json"
+            done[side] = json.loads(path.read_text())["latest_iteration"] if path.is_file() else 0
+        if min(done.values()) >= self.steps:
+            return
+        error = (status or {}).get("error") or {}
+        cause = f"{error['type_name']}: {error['message'].strip().splitlines()[-1]}" if error else _last_error(log)
+        raise TrainingStoppedError(
+            f"Trinity did {done[stage.explorer.name]} explorer and {done[stage.trainer.name]} trainer steps of "
+            f"{self.steps} and ended with status {code}: {cause or 'it named no error'}; its log is `{log}`. Run the "
+            "same experiment again to go on from its last checkpoint"
+        )
+
+    # ----------------------------------------------------------------------------------------------- afterwards
+
+    def _last_weights(self, stage: Config) -> Path:
+        """Where Trinity keeps the last step."""
+        return Path(stage.get_checkpoint_job_dir()) / f"global_step_{self.steps}"
+
+    def _evaluate(self, service: _Service, weights: Path, recorder: Any) -> None:
+        """Evaluate the finished model, as the embedded engine does; Trinity ends without."""
+        if not self.eval_tasks:
+            ray.get(recorder.last.remote({}))
+            return
+        path = (weights / "remote_checkpoint_path.txt").read_text().strip()
+        results = run_to_end(self._evaluations(path))
+        ray.get(recorder.last.remote(results))
+
+    async def _evaluations(self, path: str) -> dict[str, EvalResult]:
+        tokenizer, end_of_turn, longest = load_reader(self.config.model)
+        policy = TinkerPolicy(longest)
+        await policy.use(path, self.steps)
+        renderer = ChatRenderer(tokenizer, enable_thinking=self.config.model.enable_thinking)
+        params = PolicyModel.params_of(self.config.model)
+        model = PolicyModel(policy, renderer, end_of_turn, self.config.model.model_path, params)
+
+        def done(episode: Episode, phase: str) -> None:
+            self.folder.write_episode(episode, phase=phase, step=self.steps)
+
+        rollout = Rollout(self.workflow, self.judge, model, self.config.workflow, self.config.seed, {}, on_episode=done)
+        try:
+            return await evaluate_policy(rollout, self.eval_tasks, self.view, self.config.algorithm.max_failed_fraction)
+        finally:
+            await rollout.aclose()
+
+    def _export(self, service: _Service | None, weights: Path) -> Path:
+        """The finished model as a Hugging Face directory in the run folder."""
+        target = self.folder.checkpoints_dir / f"step_{self.steps}"
+        if service is not None and service.folder is not None:
+            path = (weights / "remote_checkpoint_path.txt").read_text().strip()
+            source = service.folder.joinpath(*path.removeprefix("tinker://").split("/"))
+        else:
+            source = weights / "actor" / "huggingface"
+        if not (source / "config.json").is_file():
+            raise TrainingStoppedError(f"Trinity left no Hugging Face model in `{source}`")
+        draft = target.with_name(f".{target.name}.partial")
+        shutil.rmtree(draft, ignore_errors=True)
+        shutil.copytree(source, draft)
+        shutil.rmtree(target, ignore_errors=True)
+        draft.rename(target)
+        return target
+
+
+def with_route(config: TunerConfig, *, gpus: int) -> TunerConfig:
+    """What `route: auto` means here.
+
+    Raises:
+        ConfigError: GPUs are asked for where Ray has none.
+    """
+    route = config.trinity.route
+    if route == "verl" and not gpus:
+        raise ConfigError("`trinity.route` is `verl`, but Ray has no GPU; use `tinker`, or a cluster that has some")
+    if route != "auto":
+        return config
+    chosen = "tinker" if not gpus or config.model.sets("tinker_config") else "verl"
+    return config.model_copy(update={"trinity": config.trinity.model_copy(update={"route": chosen})})
+
+
+@contextmanager
+def _environment(config: TunerConfig) -> Iterator[None]:
+    """What Ray's workers inherit, from before Ray starts: where to import from, and the key of this run's service."""
+    before = dict(os.environ)
+    installed = {sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    own = [path for path in sys.path if path and not any(Path(path).is_relative_to(base) for base in installed)]
+    inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*own, *filter(None, inherited)]))
+    if uses_own_service(config):
+        os.environ["TINKER_API_KEY"] = f"tml-{secrets.token_urlsafe(24)}"
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _wait_for(address: Path, process: subprocess.Popen[bytes], log: Path) -> dict[str, str]:
+    deadline = time.monotonic() + _SERVICE_START_S
+    while not address.is_file():
+        if process.poll() is not None or time.monotonic() > deadline:
+            state = f"ended with status {process.poll()}" if process.poll() is not None else "did not answer"
+            raise TrainingStoppedError(f"the Tinker service {state}: {_last_error(log)}; see `{log}`")
+        time.sleep(0.1)
+    told: dict[str, str] = json.loads(address.read_text())
+    return told
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a process and what it started."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_CLOSING_S)
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _last_error(log: Path) -> str:
+    """The last line of a log that looks like an error."""
+    if not log.is_file():
+        return ""
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
+    return next((line for line in reversed(lines) if re.search(r"\b\w*(Error|Exception)\b", line)), "")

@@ -1,0 +1,5 @@
+"""Names that Trinity imports."""
+
+
+class ModelConfig:
+    """Never made."""

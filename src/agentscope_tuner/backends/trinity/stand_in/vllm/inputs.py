@@ -1,0 +1,5 @@
+"""Names that Trinity imports."""
+
+from typing import Any
+
+MultiModalDataDict = Any
