@@ -14,6 +14,7 @@ SOURCE = Path(__file__).parents[1] / "src" / PACKAGE
 FLOORS: dict[str, float] = {
     "errors": 0,
     "types": 1,
+    "trinity_yaml": 1,
     "config": 2,
     "policy": 2,
     "chat": 3,
@@ -27,6 +28,7 @@ FLOORS: dict[str, float] = {
     "recorder": 5.0,
     "agentscope_face": 5.1,
     "endpoint": 5.1,
+    "tinker_service": 5.1,
     "model_tuner": 5.2,
     "workflow": 6,
     "rollout": 7,
@@ -41,11 +43,13 @@ FLOORS: dict[str, float] = {
 """Room to floor. A room is a module, or a directory of modules, directly below the package."""
 
 ALLOWED_ROOMS: dict[str, set[str]] = {
-    "torch": {"algorithms", "engine"},
+    "torch": {"algorithms", "engine", "tinker_service", "backends"},
     "agentscope": {"agentscope_face", "model_tuner", "workflow", "testing"},
     "trinity": {"backends"},
-    "starlette": {"endpoint"},
-    "uvicorn": {"endpoint"},
+    "tinker": {"backends", "tinker_service"},
+    "ray": {"backends"},
+    "starlette": {"endpoint", "tinker_service"},
+    "uvicorn": {"endpoint", "tinker_service"},
 }
 """Packages of others that only these rooms may import, not even lazily anywhere else."""
 
@@ -241,7 +245,7 @@ def test_checker_accepts_a_sound_tree(tmp_path: Path) -> None:
         ),
         pytest.param(
             {"cli.py": "def f():\n    import torch.cuda"},
-            "cli.py:2: `torch` may be imported only in `algorithms`, `engine`, not in `cli`",
+            "cli.py:2: `torch` may be imported only in `algorithms`, `backends`, `engine`, `tinker_service`, not in `cli`",
             id="lazy torch",
         ),
         pytest.param(

@@ -135,7 +135,9 @@ def test_gradients_equal_those_of_plain_torch(
     assert result.metrics["loss:sum"] == pytest.approx(total.item(), rel=1e-5)
     for output, logprobs in zip(result.loss_fn_outputs, expected_logprobs, strict=True):
         assert torch.allclose(output["logprobs"].to_torch(), logprobs, atol=1e-5)
-    grads = {name: p.grad for name, p in served.service.training(trainer.model_id).loaded.trainable_parameters().items()}
+    grads = {
+        name: p.grad for name, p in served.service.training(trainer.model_id).loaded.trainable_parameters().items()
+    }
     for name, parameter in model.named_parameters():
         assert (grads[name] - parameter.grad).norm() <= 1e-5 * parameter.grad.norm(), name
 
@@ -155,7 +157,9 @@ def test_a_loss_of_the_clients_own(served: Served, trainer: tinker.TrainingClien
     loss.backward()
     assert result.metrics["loss:sum"] == pytest.approx(loss.item(), rel=1e-5)
     assert result.metrics["seen"] == 3
-    grads = {name: p.grad for name, p in served.service.training(trainer.model_id).loaded.trainable_parameters().items()}
+    grads = {
+        name: p.grad for name, p in served.service.training(trainer.model_id).loaded.trainable_parameters().items()
+    }
     for name, parameter in model.named_parameters():
         assert (grads[name] - parameter.grad).norm() <= 1e-5 * parameter.grad.norm(), name
 
@@ -205,7 +209,9 @@ def test_samples_and_what_they_say_about_themselves(served: Served, plain: Any) 
     assert [[token for token, _ in row] for row in response.topk_prompt_logprobs[1:]] == best.indices.tolist()
     assert sampler.compute_logprobs(prompt).result()[1:] == pytest.approx(expected.tolist(), abs=1e-5)
     again = sampler.sample(prompt, num_samples=4, sampling_params=params).result()
-    assert again.sequences[0].tokens != response.sequences[0].tokens, "one seed for all requests must not make all equal"
+    assert again.sequences[0].tokens != response.sequences[0].tokens, (
+        "one seed for all requests must not make all equal"
+    )
 
 
 def test_greedy_samples_are_those_of_transformers(served: Served, plain: Any) -> None:
@@ -260,7 +266,9 @@ def test_training_goes_on_from_a_checkpoint(served: Served, trainer: tinker.Trai
     bare = served.client().create_training_client_from_state(path).result()
     for client in (trainer, other, bare):
         step(client)
-    weights = [served.service.training(client.model_id).loaded.trainable_parameters() for client in (trainer, other, bare)]
+    weights = [
+        served.service.training(client.model_id).loaded.trainable_parameters() for client in (trainer, other, bare)
+    ]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     assert not all(torch.equal(weights[0][name], weights[2][name]) for name in weights[0])
     AutoModelForCausalLM.from_pretrained(served.service.checkpoint(path))
@@ -269,9 +277,11 @@ def test_training_goes_on_from_a_checkpoint(served: Served, trainer: tinker.Trai
 def test_adapters_of_the_rank_that_was_asked_for(tiny_model_dir: Path, tmp_path: Path) -> None:
     served = Served(tiny_model_dir, tmp_path, full_weights=False)
     try:
-        client = served.client().create_lora_training_client(
-            base_model=served.service.directory, rank=3, train_mlp=False, seed=1
-        ).result()
+        client = (
+            served.client()
+            .create_lora_training_client(base_model=served.service.directory, rank=3, train_mlp=False, seed=1)
+            .result()
+        )
         info = client.get_info()
         assert (info.is_lora, info.lora_rank) == (True, 3)
         names = served.service.training(client.model_id).loaded.trainable_parameters()

@@ -1,4 +1,4 @@
-"""The command line: `astuner train`, `astuner eval`, `astuner debug`, `astuner doctor`.
+"""The command line: `astuner train`, `eval`, `debug`, `doctor`, `serve-tinker`.
 
 Exit status: 0 done; 1 the run failed; 2 the command or its configuration is wrong; 130 interrupted.
 
@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import secrets
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
@@ -26,7 +28,7 @@ from rich.text import Text
 
 from agentscope_tuner.config import TunerConfig, load_config
 from agentscope_tuner.doctor import diagnose, show
-from agentscope_tuner.errors import ConfigError, TunerError
+from agentscope_tuner.errors import ConfigError, MissingDependencyError, TunerError
 from agentscope_tuner.loading import load_object
 from agentscope_tuner.types import EvalResult
 
@@ -187,6 +189,34 @@ def check_installation(
 
 
 # ----------------------------------------------------------------------------------------------------- the parts
+
+
+@app.command("serve-tinker")
+def serve_tinker(
+    model: Annotated[str, typer.Option("--model", "-m", help="A directory, a hub name, or tiny-agent.")],
+    folder: Annotated[Path, typer.Option(help="Where checkpoints go.")] = Path("tinker"),
+    full_weights: Annotated[bool, typer.Option("--full-weights", help="Train all weights, no adapters.")] = False,
+    host: Annotated[str, typer.Option(help="The interface to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8000,
+    overrides: _Overrides = None,
+) -> None:
+    """Serve the embedded engine to clients of the Tinker SDK; the key is TINKER_API_KEY, or a new one."""
+    with _one_message("stopped"):
+        settings = [f"model.model_path={model}", "experiment_name=tinker", *(overrides or [])]
+        config = load_config(overrides=settings)
+        try:
+            from agentscope_tuner.tinker_service.serve import serve
+        except ImportError as exc:
+            raise MissingDependencyError(
+                f"`{exc.name}` is not installed; install it with `pip install 'agentscope-tuner[tinker]'`"
+            ) from exc
+        key = os.environ.get("TINKER_API_KEY") or f"tml-{secrets.token_urlsafe(24)}"
+        shown = "the key in TINKER_API_KEY" if "TINKER_API_KEY" in os.environ else f"TINKER_API_KEY={key}"
+
+        def ready(url: str, name: str) -> None:
+            print(f"serving {name}\nTINKER_BASE_URL={url}\n{shown}", flush=True)
+
+        serve(config, folder, key, host=host, port=port, full_weights=full_weights, on_ready=ready)
 
 
 @contextmanager

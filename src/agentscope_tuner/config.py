@@ -7,6 +7,7 @@ some. A key that is unknown, or that would have no effect under the other settin
 from __future__ import annotations
 
 import difflib
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -17,6 +18,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from yaml import YAMLError
 
 from agentscope_tuner.errors import ConfigError
+from agentscope_tuner.trinity_yaml import is_trinity, read_trinity
+
+_logger = logging.getLogger("agentscope_tuner")
 
 BackendName = Literal["local", "trinity"]
 AlgorithmName = Literal["multi_step_grpo", "grpo"]
@@ -276,7 +280,9 @@ class TrinityConfig(_Config):
     """Processes that run workflows, per inference engine."""
     sync_method: Literal["nccl", "memory", "checkpoint"] | None = None
     """How weights come to the inference engines. None: `nccl`, and `memory` with a Tinker service."""
-    sync_style: Literal["fixed", "explorer_driven", "dynamic_by_explorer", "trainer_driven", "fully_async"] = "fixed"
+    sync_style: Literal[
+        "fixed", "explorer_driven", "dynamic_by_explorer", "trainer_driven", "dynamic_by_trainer", "fully_async"
+    ] = "fixed"
     """Who waits for whom. `fixed`: explorer and trainer for each other, so every step is on-policy."""
     sync_interval: int = Field(default=1, ge=1)
     """Steps between two synchronizations."""
@@ -396,7 +402,8 @@ def load_config(
     merged: Any = OmegaConf.create(dict(defaults or {}))
     try:
         if config_path is not None:
-            merged = OmegaConf.merge(merged, _read_yaml(Path(config_path)))
+            backend = _asked("backend", blocks or {}, overrides)
+            merged = OmegaConf.merge(merged, _read_yaml(Path(config_path), backend))
         for key, value in (blocks or {}).items():
             if value is None:
                 continue
@@ -430,7 +437,17 @@ def parse_config(content: Any, *, where: str = "the configuration") -> TunerConf
         raise ConfigError(f"{where} is not valid:\n{problems}") from exc
 
 
-def _read_yaml(path: Path) -> Any:
+def _asked(key: str, blocks: Mapping[str, Any], overrides: Sequence[str] | Mapping[str, Any]) -> str | None:
+    """What is given for a top-level setting beside the file."""
+    dotted = (
+        overrides if isinstance(overrides, Mapping) else dict(item.split("=", 1) for item in overrides if "=" in item)
+    )
+    value = dotted.get(key, blocks.get(key))
+    return None if value is None else str(value)
+
+
+def _read_yaml(path: Path, backend: str | None) -> Any:
+    """A file of our form, or of Trinity-RFT's; `backend` is what is asked for beside the file."""
     try:
         loaded = OmegaConf.load(path)
     except FileNotFoundError as exc:
@@ -439,12 +456,17 @@ def _read_yaml(path: Path) -> Any:
         raise ConfigError(f"configuration file `{path}` cannot be read: {exc}") from exc
     if not OmegaConf.is_dict(loaded):
         raise ConfigError(f"configuration file `{path}` must hold a mapping of settings, got a list")
-    if {"buffer", "explorer", "synchronizer"} & set(loaded):
-        raise ConfigError(
-            f"`{path}` is a Trinity-RFT configuration, which backend `local` does not read; write its settings as "
-            "`model`, `algorithm` and `train_dataset` (see the configuration reference)"
+    if not is_trinity(loaded):
+        return loaded
+    content = OmegaConf.to_container(loaded, resolve=True)
+    reading = read_trinity(content, backend or "trinity")
+    if reading.unused:
+        _logger.warning(
+            "`%s` is a Trinity-RFT configuration; these settings of it have no effect here: %s",
+            path,
+            ", ".join(reading.unused),
         )
-    return loaded
+    return OmegaConf.create(reading.settings)
 
 
 def _explain(error: Any) -> str:
