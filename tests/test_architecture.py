@@ -245,7 +245,8 @@ def test_checker_accepts_a_sound_tree(tmp_path: Path) -> None:
         ),
         pytest.param(
             {"cli.py": "def f():\n    import torch.cuda"},
-            "cli.py:2: `torch` may be imported only in `algorithms`, `backends`, `engine`, `tinker_service`, not in `cli`",
+            "cli.py:2: `torch` may be imported only in `algorithms`, `backends`, `engine`, `tinker_service`, not in "
+            "`cli`",
             id="lazy torch",
         ),
         pytest.param(

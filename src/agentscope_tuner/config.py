@@ -347,8 +347,9 @@ class TunerConfig(_Config):
                 "`workflow.trainable_targets` is empty, so nothing would be trained; name a role, or remove it"
             )
         models = {"model": self.model} | {f"auxiliary_models.{k}": v for k, v in self.auxiliary_models.items()}
-        if self.backend == "local" and self.trinity.model_fields_set:
-            refuse("trinity", "backend `local` runs in this process")
+        for key in TrinityConfig.model_fields if self.backend == "local" else ():
+            if self.trinity.sets(key):
+                refuse(f"trinity.{key}", "backend `local` runs in this process")
         for where, model in models.items():
             for key in ("tensor_parallel_size", "inference_engine_num", "tinker_config"):
                 if self.backend == "local" and model.sets(key):

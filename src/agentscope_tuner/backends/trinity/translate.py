@@ -67,6 +67,9 @@ def check_settings(config: TunerConfig) -> None:
             "vLLM samples, verl trains",
         ),
     ]
+    if not uses_own_service(config):
+        unused = [key for key in type(config.engine).model_fields if config.engine.sets(key)]
+        refusals += [(True, f"engine.{key}", "Trinity's own engines compute") for key in unused]
     for wrong, key, why in refusals:
         if wrong:
             raise ConfigError(f"backend `trinity` does not honour `{key}`: {why}; remove it, or use `backend: local`")
