@@ -1,0 +1,163 @@
+"""What is handed to Trinity is what the embedded engine would learn from."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+
+import pytest
+import torch
+from trinity.common.experience import Experience
+
+from agentscope_tuner.algorithms import build_datums, compute_advantages, weigh
+from agentscope_tuner.backends.trinity.algorithm import STEP_SIZE, WeighedAdvantages, nothing_learned, to_experiences
+from agentscope_tuner.backends.trinity.strands import strands_of
+from agentscope_tuner.types import Episode, EpisodeError, EpisodeGroup, ModelCall, Task, WorkflowTask
+
+
+def a_call(role: str, prompt: list[int], rng: random.Random, reward: float = 0.0) -> ModelCall:
+    completion = [rng.randrange(3, 900) for _ in range(rng.randrange(3, 9))]
+    logprobs = [-rng.random() for _ in completion]
+    return ModelCall(role, [], None, prompt, completion, logprobs, 1.0, 1.0, 0, "stop", "", 0, reward=reward)
+
+
+def talk(role: str, rng: random.Random, turns: int, *, branch_at: int | None = None) -> list[ModelCall]:
+    """Calls that extend one another; at `branch_at` the history is rewritten."""
+    history = [1, 2, *(rng.randrange(3, 900) for _ in range(12))]
+    calls = []
+    for turn in range(turns):
+        if turn == branch_at:
+            history = history[:-3]
+        call = a_call(role, list(history), rng)
+        calls.append(call)
+        history = [*call.prompt_ids, *call.completion_ids, *(rng.randrange(3, 900) for _ in range(4))]
+    return calls
+
+
+def a_batch(*, turn_rewards: bool = False) -> list[EpisodeGroup]:
+    """Groups of two roles, with branches, a failed episode, and one group that earned the same throughout."""
+    rng = random.Random(7)
+    groups = []
+    for index in range(4):
+        episodes = []
+        for member in range(4):
+            calls = talk("solver", rng, 3, branch_at=2 if member == 1 else None) + talk("critic", rng, 2)
+            if turn_rewards and member % 2:
+                calls[1].reward = 0.25
+            task = WorkflowTask(task=Task(task_id=str(index)), episode_id=f"train1-{index}-{member}")
+            episode = Episode(task, calls=calls)
+            if index == 1 and member == 2:
+                episode.error = EpisodeError("ValueError", "broken", "")
+            else:
+                episode.reward = (
+                    {"solver": 1.0, "critic": 0.5}
+                    if index == 3
+                    else {"solver": rng.random() + sum(call.reward for call in calls), "critic": rng.random()}
+                )
+            episodes.append(episode)
+        groups.append(EpisodeGroup(task.task, episodes))
+    return groups
+
+
+def experiences_of(groups: list[EpisodeGroup], weighting: str = "token") -> list[Experience]:
+    """As the adapter and the explorer's pipeline make them, serialized in between."""
+    found = []
+    for index, group in enumerate(groups):
+        for experience in to_experiences(compute_advantages([group], "group_std")[0], str(index)):
+            experience.eid.batch = 1
+            found.append(experience)
+    found = Experience.deserialize_many(Experience.serialize_many(found))
+    return WeighedAdvantages(weighting, max_tokens=64).process(found)[0]
+
+
+def sampled(experience: Experience) -> torch.Tensor:
+    """Which tokens the policy wrote, over the whole sequence."""
+    return torch.cat([torch.zeros(experience.prompt_length, dtype=torch.bool), experience.action_mask.bool()])
+
+
+@pytest.mark.parametrize("weighting", ["token", "episode", "constant"])
+@pytest.mark.parametrize("turn_rewards", [False, True])
+def test_tokens_logprobs_and_what_each_token_counts_are_those_of_the_local_backend(
+    weighting: str, turn_rewards: bool
+) -> None:
+    groups = a_batch(turn_rewards=turn_rewards)
+    (datums,) = build_datums(compute_advantages(groups, "group_std"))
+    weigh(datums, weighting, 64)
+    expected = defaultdict(list)
+    for datum in datums:
+        for place, token in enumerate(datum.call.completion_ids):
+            context = tuple(datum.call.prompt_ids + datum.call.completion_ids[:place])
+            expected[(context, token)].append((datum.call.logprobs[place], datum.advantage * datum.weight))
+
+    experiences = experiences_of(groups, weighting)
+    found = defaultdict(list)
+    for experience in experiences:
+        tokens, start = experience.tokens.tolist(), experience.prompt_length
+        for place in sampled(experience).nonzero()[:, 0].tolist():
+            # Trinity's loss is the mean over experiences of the sum over tokens.
+            share = experience.advantages[place - start].item() / len(experiences)
+            found[(tuple(tokens[:place]), tokens[place])].append((experience.logprobs[place - start].item(), share))
+    written = {
+        (tuple(call.prompt_ids + call.completion_ids[:place]), token)
+        for group in groups
+        if turn_rewards or group.task.task_id != "3"  # all earned the same
+        for episode in group.succeeded
+        for call in episode.calls
+        for place, token in enumerate(call.completion_ids)
+    }
+    assert found.keys() == written
+    for key in written - expected.keys():  # turns that are not compared with any other
+        assert all(share == 0 for _, share in found[key])
+    for key, values in expected.items():
+        for (logprob, share), (own_logprob, own_share) in zip(sorted(found[key]), sorted(values), strict=True):
+            assert logprob == pytest.approx(own_logprob, rel=1e-6)
+            assert share == pytest.approx(own_share, rel=1e-5)
+
+
+def test_groups_compare_within_task_and_role_and_carry_their_rewards() -> None:
+    groups = a_batch()
+    experiences = experiences_of(groups)
+    assert {experience.eid.tid for experience in experiences} == {
+        f"1/{index}:{role}" for index in range(3) for role in ("solver", "critic")
+    }
+    for experience in experiences:
+        index, role = experience.eid.task.split(":")
+        rewards = {round(episode.reward[role], 6) for episode in groups[int(index)].succeeded}
+        assert round(experience.reward, 6) in rewards
+    by_task = defaultdict(set)
+    for experience in experiences:
+        by_task[experience.eid.tid].add(experience.eid.rid)
+    assert len(by_task["1/1:solver"]) == 3, "the failed episode takes no part"
+    assert len(by_task["1/0:solver"]) == 4
+
+
+def test_six_turns_that_extend_one_another_are_one_experience() -> None:
+    rng = random.Random(0)
+    group = EpisodeGroup(Task(), [])
+    for reward in (0.0, 1.0):
+        episode = Episode(WorkflowTask(task=Task()), calls=talk("solver", rng, 6))
+        episode.reward = {"solver": reward}
+        group.episodes.append(episode)
+    experiences = to_experiences(compute_advantages([group], "group_std")[0], "0")
+    assert len(experiences) == 2
+    for experience, episode in zip(experiences, group.episodes, strict=True):
+        assert experience.tokens.tolist() == episode.calls[-1].prompt_ids + episode.calls[-1].completion_ids
+        assert experience.prompt_length == len(episode.calls[0].prompt_ids)
+        assert experience.action_mask.sum() == sum(len(call.completion_ids) for call in episode.calls)
+
+
+def test_a_branch_counts_what_it_shares_only_once() -> None:
+    rng = random.Random(0)
+    episode = Episode(WorkflowTask(task=Task()), calls=talk("solver", rng, 4, branch_at=2))
+    other = Episode(WorkflowTask(task=Task()), calls=talk("solver", rng, 1))
+    episode.reward, other.reward = {"solver": 1.0}, {"solver": 0.0}
+    credit = compute_advantages([EpisodeGroup(Task(), [episode, other])], "group_std")[0][0]
+    strands = strands_of(credit)
+    assert len(strands) == 2
+    assert sum(map(sum, (strand.sampled for strand in strands))) == sum(len(c.completion_ids) for c in episode.calls)
+
+
+def test_a_step_without_anything_to_learn_moves_nothing() -> None:
+    experiences, _ = WeighedAdvantages().process([nothing_learned("0", 5), nothing_learned("1", 5)])
+    assert all(not experience.advantages.any() for experience in experiences)
+    assert [experience.info[STEP_SIZE] for experience in experiences] == [2, 2]
