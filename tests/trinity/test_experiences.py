@@ -99,10 +99,9 @@ def test_tokens_logprobs_and_what_each_token_counts_are_those_of_the_local_backe
             found[(tuple(tokens[:place]), tokens[place])].append((experience.logprobs[place - start].item(), share))
     written = {
         (tuple(call.prompt_ids + call.completion_ids[:place]), token)
-        for group in groups
-        if turn_rewards or group.task.task_id != "3"  # all earned the same
-        for episode in group.succeeded
-        for call in episode.calls
+        for credits in compute_advantages(groups, "group_std")
+        for credit in credits
+        for call in credit.trajectory.calls
         for place, token in enumerate(call.completion_ids)
     }
     assert found.keys() == written
