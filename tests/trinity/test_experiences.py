@@ -27,7 +27,7 @@ def talk(role: str, rng: random.Random, turns: int, *, branch_at: int | None = N
     calls = []
     for turn in range(turns):
         if turn == branch_at:
-            history = history[:-3]
+            history = history[:-6]
         call = a_call(role, list(history), rng)
         calls.append(call)
         history = [*call.prompt_ids, *call.completion_ids, *(rng.randrange(3, 900) for _ in range(4))]
