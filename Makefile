@@ -3,6 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
+TRINITY := .venv-trinity
 
 # The theme announces its successor on every build.
 export NO_MKDOCS_2_WARNING := 1
@@ -23,11 +24,19 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,docs]'
 	@touch $@
 
+# Trinity-RFT needs older versions of what the rest is tested with.
+$(TRINITY)/.installed: pyproject.toml constraints-trinity.txt
+	@echo "Installing Trinity-RFT into $(TRINITY); the first time this takes a few minutes."
+	@$(PYTHON) -m venv $(TRINITY)
+	@$(TRINITY)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-trinity.txt -e '.[trinity]' pytest
+	@touch $@
+
 demo: install ## Train the small example agent on this machine and show what it learned.
 	@$(BIN)/python examples/math_agent/main.py
 
-test: install ## Run all tests, and measure what they cover.
+test: install $(TRINITY)/.installed ## Run all tests, and measure what they cover.
 	$(BIN)/pytest --cov --cov-report=term
+	$(TRINITY)/bin/pytest -c tests/trinity/pytest.ini tests/trinity
 
 check: install ## The gate, with `make test`: formatting, lint, types and documentation.
 	$(BIN)/ruff format --check .
@@ -46,5 +55,5 @@ tiny-agent: install ## Build the model that ships with the package.
 	$(BIN)/python recipes/tiny_agent/build.py
 
 clean: ## Remove everything that can be made again, except runs/.
-	rm -rf .venv .cache .coverage .coverage.* .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist site
+	rm -rf .venv .venv-trinity .cache .coverage .coverage.* .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist site
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -61,11 +61,6 @@ def check_settings(config: TunerConfig) -> None:
         ),
         (model.top_p < 1, "model.top_p", "Trinity's trainer does not truncate, so its ratio would be wrong"),
         (model.top_k > 0, "model.top_k", "Trinity's trainer does not truncate, so its ratio would be wrong"),
-        (
-            config.engine.model_fields_set != set() and not uses_own_service(config),
-            "engine",
-            "vLLM samples, verl trains",
-        ),
     ]
     if not uses_own_service(config):
         unused = [key for key in type(config.engine).model_fields if config.engine.sets(key)]

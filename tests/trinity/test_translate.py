@@ -1,0 +1,150 @@
+"""Every setting reaches Trinity's configuration, and Trinity's own checker accepts what comes out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trinity.common.constants import SyncMethod, SyncStyle
+
+from agentscope_tuner.backends.trinity.run import with_route
+from agentscope_tuner.backends.trinity.translate import check_settings, translate
+from agentscope_tuner.config import TunerConfig, load_config
+from agentscope_tuner.engine.models import model_directory
+from agentscope_tuner.errors import ConfigError
+
+TASKS = Path(__file__).parents[2] / "examples" / "math_agent" / "data" / "test.jsonl"
+BASE = [
+    "backend=trinity",
+    "experiment_name=x",
+    "model.model_path=tiny-agent",
+    "model.max_model_len=512",
+    "model.max_tokens=64",
+    f"train_dataset.path={TASKS}",
+]
+ONE_NODE = [*BASE, "trinity.node_num=1", "trinity.gpu_per_node=8", "model.inference_engine_num=4"]
+
+
+def configured(*settings: str, gpus: int = 8) -> TunerConfig:
+    config = with_route(load_config(overrides=settings), gpus=gpus)
+    check_settings(config)
+    return config
+
+
+def translated(config: TunerConfig, tmp_path: Path, base_url: str | None = None) -> Any:
+    for name in ("train", "eval"):
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / "train.jsonl").write_text('{"task": "{}"}\n')
+    return translate(
+        config,
+        model_path=model_directory(config.model.model_path),
+        tasks=tmp_path,
+        steps=7,
+        evaluates=True,
+        checkpoints=tmp_path / "checkpoints",
+        spec=None,
+        recorder="recorder",
+        base_url=base_url,
+    )
+
+
+def test_each_setting_has_its_place(tmp_path: Path) -> None:
+    config = configured(
+        *ONE_NODE,
+        "seed=3",
+        "project_name=p",
+        "algorithm.learning_rate=3e-5",
+        "algorithm.group_size=5",
+        "algorithm.batch_size=6",
+        "algorithm.warmup_steps=2",
+        "algorithm.lr_scheduler_type=cosine",
+        "algorithm.weight_decay=0.1",
+        "algorithm.adam_betas=[0.8,0.9]",
+        "algorithm.max_grad_norm=0.5",
+        "algorithm.save_interval_steps=4",
+        "algorithm.loss_weighting=episode",
+        "model.temperature=0.8",
+        "model.tensor_parallel_size=2",
+        "checkpoint.keep=3",
+        "trinity.sync_style=dynamic_by_explorer",
+        "trinity.sync_method=memory",
+        "trinity.sync_interval=2",
+        "trinity.sync_timeout_s=99",
+        "trinity.runners=5",
+    )
+    got = translated(config, tmp_path)
+    optimizer, algorithm = got.algorithm.optimizer, got.algorithm
+    assert (optimizer.lr, optimizer.lr_warmup_steps, optimizer.lr_scheduler_type) == (3e-5, 2, "cosine")
+    assert (optimizer.weight_decay, optimizer.betas, optimizer.min_lr_ratio) == (0.1, [0.8, 0.9], 0.0)
+    assert (algorithm.repeat_times, got.buffer.batch_size, got.buffer.total_steps) == (5, 6, 7)
+    assert algorithm.advantage_fn_args["loss_weighting"] == "episode"
+    assert (got.trainer.grad_clip, got.trainer.save_interval, got.trainer.max_checkpoints_to_keep) == (0.5, 4, 3)
+    assert (got.model.temperature, got.model.max_model_len, got.model.max_response_tokens) == (0.8, 512, 64)
+    rollout = got.explorer.rollout_model
+    assert (rollout.engine_num, rollout.tensor_parallel_size, rollout.seed) == (4, 2, 3)
+    assert (got.synchronizer.sync_style, got.synchronizer.sync_method) == (
+        SyncStyle.EXPLORER_DRIVEN,
+        SyncMethod.MEMORY,
+    )
+    assert (got.synchronizer.sync_interval, got.synchronizer.sync_timeout, got.explorer.runner_per_model) == (2, 99, 5)
+    assert (got.project, got.name, got.trainer.trainer_type) == ("p", "x", "verl")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ONE_NODE,
+        [*ONE_NODE, "model.tensor_parallel_size=2", "model.inference_engine_num=2"],
+        [*BASE, "trinity.node_num=4", "trinity.gpu_per_node=8", "model.inference_engine_num=16"],
+        [*ONE_NODE, "trinity.sync_style=dynamic_by_explorer", "trinity.sync_method=memory"],
+        [*ONE_NODE, "model.lora.rank=16", "trinity.sync_method=checkpoint"],
+    ],
+)
+def test_trinitys_checker_accepts_it(settings: list[str], tmp_path: Path) -> None:
+    got = translated(configured(*settings), tmp_path)
+    got.check_and_update()
+    assert got.algorithm.policy_loss_fn_args["loss_agg_mode"] == "seq-mean-token-sum"
+
+
+def test_further_settings_of_trinitys(tmp_path: Path) -> None:
+    config = configured(*ONE_NODE)
+    settings = {"trainer.param_offload": True, "synchronizer.sync_offset": 1}
+    trinity = config.trinity.model_copy(update={"settings": settings})
+    got = translated(config.model_copy(update={"trinity": trinity}), tmp_path)
+    assert (got.trainer.param_offload, got.synchronizer.sync_offset) == (True, 1)
+    trinity = config.trinity.model_copy(update={"settings": {"trainer.parm_offload": True}})
+    with pytest.raises(ConfigError, match="parm_offload"):
+        translated(config.model_copy(update={"trinity": trinity}), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("setting", "key"),
+    [
+        ("algorithm.kl_coef=0.1", "algorithm.kl_coef"),
+        ("algorithm.entropy_coef=0.1", "algorithm.entropy_coef"),
+        ("algorithm.epochs_per_batch=2", "algorithm.epochs_per_batch"),
+        ("algorithm.updates_per_epoch=2", "algorithm.updates_per_epoch"),
+        ("algorithm.max_resampled_groups=2", "algorithm.max_resampled_groups"),
+        ("algorithm.lr_scheduler_type=linear", "algorithm.lr_scheduler_type"),
+        ("model.top_p=0.9", "model.top_p"),
+        ("model.top_k=9", "model.top_k"),
+        ("engine.dtype=bfloat16", "engine.dtype"),
+    ],
+)
+def test_what_trinity_would_not_do_is_refused(setting: str, key: str) -> None:
+    with pytest.raises(ConfigError, match=f"`{key}`"):
+        configured(*ONE_NODE, setting)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("model.temperature=0.7", "temperature"),
+        ("auxiliary_models.judge.model_path=tiny-agent", "auxiliary_models"),
+        ("trinity.route=verl", "no GPU"),
+    ],
+)
+def test_what_a_tinker_service_would_not_do_is_refused(setting: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        configured(*BASE, setting, gpus=0)
