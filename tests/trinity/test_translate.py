@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from agentscope_tuner.config import TunerConfig, load_config
 from agentscope_tuner.engine.models import model_directory
 from agentscope_tuner.errors import ConfigError
 
-TASKS = Path(__file__).parents[2] / "examples" / "math_agent" / "data" / "test.jsonl"
+ROOT = Path(__file__).parents[2]
+TASKS = ROOT / "examples" / "math_agent" / "data" / "test.jsonl"
 BASE = [
     "backend=trinity",
     "experiment_name=x",
@@ -105,6 +107,24 @@ def test_trinitys_checker_accepts_it(settings: list[str], tmp_path: Path) -> Non
     got = translated(configured(*settings), tmp_path)
     got.check_and_update()
     assert got.algorithm.policy_loss_fn_args["loss_agg_mode"] == "seq-mean-token-sum"
+
+
+DOCUMENTED = re.findall(r"```yaml title=.*?\n(.*?)```", (ROOT / "docs" / "cluster.md").read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize("text", DOCUMENTED)
+def test_trinitys_checker_accepts_what_the_guide_shows(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    config = with_route(load_config(path), gpus=8)
+    check_settings(config)
+    # No hub is reachable here; lengths beyond what the small model was built for are Trinity's to refuse.
+    small = config.model.model_copy(update={"model_path": "tiny-agent", "max_model_len": 1024, "max_tokens": 128})
+    translated(config.model_copy(update={"model": small}), tmp_path).check_and_update()
+
+
+def test_the_guide_shows_configurations() -> None:
+    assert len(DOCUMENTED) == 3
 
 
 def test_further_settings_of_trinitys(tmp_path: Path) -> None:
