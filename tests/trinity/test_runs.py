@@ -1,0 +1,198 @@
+"""Training through Trinity's unmodified stage, on a machine without GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import trinity_workflows as flows
+from transformers import AutoModelForCausalLM
+
+from agentscope_tuner import DatasetConfig, TuneResult, tune
+from agentscope_tuner.errors import ConfigError, ModelError, TooManyFailuresError, TrainingStoppedError
+from agentscope_tuner.reporting import read_episodes
+
+ROOT = Path(__file__).parents[2]
+MATH = ROOT / "examples" / "math_agent"
+
+
+@pytest.fixture
+def tasks(tmp_path: Path) -> Path:
+    path = tmp_path / "tasks.jsonl"
+    path.write_text("".join(json.dumps({"question": f"Say {n}."}) + "\n" for n in range(8)))
+    return path
+
+
+def train(workflow: Any, tasks: Path, *settings: str, judge: Any = None, held_out: bool = False) -> TuneResult:
+    dataset = DatasetConfig(path=str(tasks))
+    return tune(
+        workflow,
+        judge_func=judge,
+        train_dataset=dataset,
+        eval_dataset=DatasetConfig(path=str(tasks), limit=4) if held_out else None,
+        experiment_name="run",
+        backend="trinity",
+        overrides=[
+            f"output_dir={tasks.parent}",
+            "model.model_path=tiny-agent",
+            "model.max_model_len=256",
+            "model.max_tokens=16",
+            "algorithm.batch_size=2",
+            "algorithm.group_size=4",
+            "algorithm.learning_rate=1e-3",
+            "train_dataset.total_steps=2",
+            "trinity.runners=2",
+            "trinity.sync_timeout_s=120",
+            *settings,
+        ],
+    )
+
+
+def test_the_math_agent_learns(tmp_path: Path) -> None:
+    begun = time.monotonic()
+    command = [
+        sys.executable,
+        str(MATH / "main.py"),
+        "backend=trinity",
+        f"output_dir={tmp_path}",
+        "train_dataset.total_steps=12",
+        "eval_dataset.limit=64",
+        "algorithm.eval_interval_steps=100",
+        "trinity.runners=2",
+    ]
+    subprocess.run(command, check=True)
+    minutes = (time.monotonic() - begun) / 60
+    lines = [json.loads(line) for line in (tmp_path / "math_agent" / "metrics.jsonl").read_text().splitlines()]
+    before, after = lines[0]["eval_reward_mean"], lines[-1]["eval_reward_mean"]
+    print(f"held-out reward {before:.3f} -> {after:.3f} in {minutes:.1f} minutes")
+    assert [line["step"] for line in lines] == list(range(13))
+    assert after - before >= 0.2
+    assert minutes < 8
+
+
+def test_a_function_with_a_reward_and_resuming(tasks: Path) -> None:
+    first = train(flows.scored, tasks, held_out=True)
+    assert [metrics.step for metrics in first.history] == [0, 1, 2]
+    assert all(abs(metrics.kl_to_sampler or 0) < 1e-6 for metrics in first.history[1:2]), "on-policy to the last bit"
+    assert set(first.eval_before) == set(first.eval_after) == {"greedy", "sampled"}
+    AutoModelForCausalLM.from_pretrained(first.checkpoint)
+    again = train(flows.scored, tasks, "train_dataset.total_steps=4", held_out=True)
+    assert [metrics.step for metrics in again.history] == [0, 1, 2, 3, 4]
+    for side in ("explorer", "trainer"):
+        (meta,) = (tasks.parent / "run" / "trinity" / "checkpoints").rglob(f"{side}_meta.json")
+        assert json.loads(meta.read_text())["latest_iteration"] == 4
+    played = [read_episodes(tasks.parent / "run" / "episodes" / f"train_{step:06d}.jsonl") for step in (1, 2, 3, 4)]
+    assert [len(episodes) for episodes in played] == [8, 8, 8, 8]
+    assert played[2][0]["calls"][0]["policy_version"] == 2
+
+
+def test_a_function_with_a_judge(tasks: Path) -> None:
+    result = train(flows.answered, tasks, judge=flows.judged)
+    assert result.history[-1].extra["judge/length"] > 0
+
+
+def test_only_the_trained_role_is_trained(tasks: Path) -> None:
+    result = train(flows.Pair, tasks)
+    assert result.history[-1].extra["workflow/advice"] == 1
+    for step in (1, 2):
+        for episode in read_episodes(result.run_dir / "episodes" / f"train_{step:06d}.jsonl"):
+            assert {call["role"] for call in episode["calls"]} == {"writer"}
+            assert set(episode["reward"]) == {"writer"}
+
+
+def test_adapters_and_a_workflow_of_the_main_script(tasks: Path) -> None:
+    script = tasks.parent / "script.py"
+    script.write_text(
+        f"""
+from agentscope_tuner import DatasetConfig, Workflow, WorkflowOutput, tune
+
+BONUS = 0.5
+
+class Here(Workflow):
+    async def execute(self, task, model_tuner):
+        said = await model_tuner([{{"role": "user", "content": task.task.main_query}}])
+        text = "".join(block.get("text", "") for block in said.content)
+        return WorkflowOutput(reward=len(text) % 3 + BONUS)
+
+if __name__ == "__main__":
+    result = tune(Here, train_dataset=DatasetConfig(path={str(tasks)!r}), experiment_name="run", backend="trinity",
+        overrides=["output_dir={tasks.parent}", "model.model_path=tiny-agent", "model.max_tokens=16",
+            "model.lora.rank=4", "algorithm.batch_size=2", "algorithm.group_size=4", "trinity.runners=2",
+            "train_dataset.total_steps=1"])
+    print("REWARD", result.history[-1].reward_mean)
+"""
+    )
+    done = subprocess.run([sys.executable, str(script)], check=True, capture_output=True, text=True)
+    assert float(done.stdout.rpartition("REWARD")[2]) >= 0.5
+
+
+# --------------------------------------------------------------------------------------------------------- faults
+
+
+def test_training_goes_on_when_half_of_the_episodes_fail(tasks: Path) -> None:
+    result = train(flows.HalfBroken, tasks)
+    assert [metrics.episodes_failed for metrics in result.history] == [4, 4]
+
+
+def test_it_ends_when_all_episodes_fail(tasks: Path) -> None:
+    with pytest.raises(TooManyFailuresError, match="broken on purpose"):
+        train(flows.Broken, tasks)
+    assert read_episodes(tasks.parent / "run" / "episodes" / "train_000001.jsonl")
+
+
+@pytest.mark.parametrize("victim", ["explorer", "service"])
+def test_it_ends_when_a_part_is_killed(tasks: Path, victim: str) -> None:
+    def kill() -> None:
+        episodes = tasks.parent / "run" / "episodes"
+        while not any(episodes.glob("train_*")):
+            time.sleep(0.2)
+        if victim == "service":
+            found = subprocess.run(["pgrep", "-f", f"tinker_service {tasks.parent}"], capture_output=True, text=True)
+            os.kill(int(found.stdout.split()[0]), signal.SIGKILL)
+        else:
+            names = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
+            namespace = next(
+                one["namespace"] for one in ray.util.list_named_actors(all_namespaces=True) if one["name"] == "explorer"
+            )
+            assert "explorer" in names
+            ray.kill(ray.get_actor("explorer", namespace=namespace))
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    begun = time.monotonic()
+    with pytest.raises(TrainingStoppedError) as caught:
+        train(flows.Slow, tasks, "train_dataset.total_steps=50")
+    killer.join()
+    assert time.monotonic() - begun < 180
+    assert ("service" if victim == "service" else "steps") in str(caught.value)
+    assert read_episodes(tasks.parent / "run" / "episodes" / "train_000001.jsonl")
+
+
+def test_a_wrong_model_path_is_told_before_anything_starts(tasks: Path) -> None:
+    with pytest.raises(ModelError, match="no/such/model"):
+        train(flows.scored, tasks, "model.model_path=/no/such/model")
+
+
+def test_a_ray_that_is_not_there(tasks: Path) -> None:
+    with pytest.raises(ConfigError, match="ray start --head"):
+        train(flows.scored, tasks, "trinity.ray_address=127.0.0.1:6390")
+
+
+def test_a_ray_that_runs_already_is_joined_and_left_running(tasks: Path) -> None:
+    subprocess.run(["ray", "start", "--head", "--port=6391", "--include-dashboard=false"], check=True)
+    try:
+        train(flows.scored, tasks, "trinity.ray_address=127.0.0.1:6391", "train_dataset.total_steps=1")
+        ray.init(address="127.0.0.1:6391")
+        assert ray.is_initialized()
+        ray.shutdown()
+    finally:
+        subprocess.run(["ray", "stop", "--force"], check=True)
