@@ -436,7 +436,7 @@ def test_a_player_reads_its_prompt() -> None:
         "Moderator: Night 1. Attack: Player1 Player3 Player5 Player6 Player7 Player8\n"
         "Moderator: Day 1. Player1 died.\n"
         "Player3: I am the seer. Player4 is a werewolf.\nPlayer5: Player5 has nothing to say.\n"
-        "Player6: I suspect Player4.\n"
+        "Player6: I suspect Player4.\nPlayer7: Player8 has nothing to say.\n"
         "Moderator: Player6 is voted out.\nModerator: Vote: Player3 Player4 Player5 Player7 Player8 Player9"
     )
     assert (view.name, view.role, view.mates, view.day) == ("Player2", "werewolf", ("Player4", "Player9"), 1)
@@ -444,7 +444,7 @@ def test_a_player_reads_its_prompt() -> None:
     assert view.prey == ["Player3", "Player5", "Player7", "Player8"]
     assert view.claimants() == ["Player3"]
     assert view.accused_by("Player3") == ["Player4"]
-    assert view.silent() == ["Player5"]
+    assert view.silent() == ["Player5", "Player7"], "who calls another one silent has accused nobody"
     text, fields = players.answer(view, "strong", seed=0)
     assert fields["name"] in view.prey
     assert text == f"{fields['name']}."

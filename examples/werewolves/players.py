@@ -28,6 +28,7 @@ Answer = tuple[str, dict[str, Any]]
 _IDENTITY = re.compile(r"You are (Player\d), (?:a|the) (\w+)(?: with ([\w ]+))?\.")
 _LINE = re.compile(r"^(Moderator|Player\d): (.*)$", re.MULTILINE)
 _CLAIM = "I am the seer."
+_SILENCE = "has nothing to say"
 _WOLF = re.compile(r"(Player\d) is a werewolf")
 _GOOD = re.compile(r"(Player\d) is good")
 _PLAYER = re.compile(r"Player\d")
@@ -91,9 +92,9 @@ class View:
         return [name for name in dict.fromkeys(found) if name in self.living]
 
     def silent(self) -> list[str]:
-        """Who spoke today and named nobody else."""
-        said = [(name, {*_PLAYER.findall(text)}) for name, text in self.said_today()]
-        return [name for name, named in said if name in self.living and not named - {name}]
+        """Who spoke today and accused nobody else."""
+        said = [(name, _SILENCE not in text and {*_PLAYER.findall(text)} - {name}) for name, text in self.said_today()]
+        return [name for name, accused in said if name in self.living and not accused]
 
     def checked(self, pattern: re.Pattern[str]) -> list[str]:
         """What the moderator told the seer."""
@@ -154,7 +155,7 @@ def _claim(name: str) -> Answer:
 
 def _silence(view: View) -> Answer:
     # With the name, so that whoever looks for the silent finds it next to the fact, as with an accusation.
-    return f"{view.name} has nothing to say.", {"name": NOBODY}
+    return f"{view.name} {_SILENCE}.", {"name": NOBODY}
 
 
 def _potion(*, save: bool, poison: str | None) -> Answer:
