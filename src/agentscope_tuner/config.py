@@ -457,9 +457,10 @@ def _read_yaml(path: Path, backend: str | None) -> Any:
         raise ConfigError(f"configuration file `{path}` cannot be read: {exc}") from exc
     if not OmegaConf.is_dict(loaded):
         raise ConfigError(f"configuration file `{path}` must hold a mapping of settings, got a list")
-    if not is_trinity(loaded):
+    keys: Any = loaded
+    if not is_trinity(keys):
         return loaded
-    content = OmegaConf.to_container(loaded, resolve=True)
+    content: Any = OmegaConf.to_container(loaded, resolve=True)
     reading = read_trinity(content, backend or "trinity")
     if reading.unused:
         _logger.warning(

@@ -11,11 +11,11 @@ import re
 import secrets
 import shutil
 import zlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -37,6 +37,9 @@ from agentscope_tuner.errors import CheckpointError
 from agentscope_tuner.policy import Sample, SamplingParams
 from agentscope_tuner.tinker_service.losses import LOSSES
 from agentscope_tuner.tinker_service.protocol import AdamParams, ForwardBackward, Lora, SampleRequest, UserError
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _SCHEME = "tinker://"
 _NAME = re.compile(r"[\w.:\-]{1,200}")
@@ -147,9 +150,9 @@ class Service:
         """
         return await self._train(self._save, model_id, name, for_sampler)
 
-    async def _train(self, work: Any, *args: Any) -> Any:
+    async def _train(self, work: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
         async with self._turn:
-            return await asyncio.to_thread(work, *args)
+            return await asyncio.to_thread(work, *args, **options)
 
     def training(self, model_id: str) -> _Training:
         """A model that learns.

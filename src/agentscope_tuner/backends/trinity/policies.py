@@ -68,8 +68,10 @@ class TinkerPolicy(_EnginePolicy):
         """Sample with these weights from now on: a checkpoint's path on the service, or the name of its base model."""
         self.version = version
         if path != self._path:
-            kind = "model_path" if path.startswith("tinker://") else "base_model"
-            self._sampler = await self._service.create_sampling_client(**{kind: path})
+            saved = path.startswith("tinker://")
+            self._sampler = await self._service.create_sampling_client(
+                model_path=path if saved else None, base_model=None if saved else path
+            )
             self._path = path
 
     async def sample(
