@@ -101,6 +101,8 @@ def test_the_rendering_of_health() -> None:
 def test_requirements_are_those_of_the_package() -> None:
     declared = {requirement.split(";")[0].strip() for requirement in PYPROJECT["dependencies"]}
     assert {doctor.TORCH, *doctor.REQUIREMENTS.values()} <= declared
+    extras = PYPROJECT["optional-dependencies"]
+    assert {*doctor.TRINITY.values()} <= {*extras["tinker"], *extras["trinity"]}
 
 
 def test_tested_pythons_are_those_of_the_package() -> None:

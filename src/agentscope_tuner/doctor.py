@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import operator
 import os
 import platform
 import re
@@ -46,11 +47,15 @@ TORCH = "torch>=2.6"
 MODEL_FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 API_KEYS = ("DASHSCOPE_API_KEY", "OPENAI_API_KEY")
 
-_OPTIONAL = {
-    "trl": "only the development tests need it",
-    "ray": "not needed for backend `local`",
-    "trinity-rft": "not needed for backend `local`",
+TRINITY = {
+    "trinity.common.models.model": "trinity-rft==0.6.0",
+    "ray": "ray>=2.50",
+    "tinker": "tinker>=0.30",
+    "pyarrow": "pyarrow>=24,<25",
 }
+"""What backend `trinity` imports, and where it comes from; a test compares them with the package's own."""
+
+_OPTIONAL = {"trl": "only the development tests need it"}
 _TESTED_PYTHON = ((3, 11), (3, 12))
 _MIN_FREE_GB = 2.0
 _SMOKE_PROMPTS = 16
@@ -86,6 +91,7 @@ def diagnose(*, quick: bool = False, folder: Path | None = None) -> list[Check]:
     folder = folder or Path.cwd()
     checks += [check_writable(folder), _check_disk(folder), _check_memory()]
     checks += [Check(name, "ok", _optional(name, purpose)) for name, purpose in _OPTIONAL.items()]
+    checks += _check_trinity(quick=quick)
     # Whether, never what.
     checks += [Check(key, "ok", _key_state(os.environ.get(key))) for key in API_KEYS]
     return checks
@@ -145,9 +151,10 @@ def check_package(requirement: str, module: str | None = None) -> Check:
 
 
 def satisfies(found: str, requirement: str) -> bool:
-    """Whether a version is within a requirement's `>=` and `<` bounds, apart from suffixes such as `rc1` and `+cpu`."""
-    bounds = re.findall(r"(>=|<)([\d.]+)", requirement)
-    return all((_release(found) >= _release(bound)) == (sign == ">=") for sign, bound in bounds)
+    """Whether a version is within a requirement's bounds (`>=`, `==`, `<`), apart from suffixes (`rc1`, `+cpu`)."""
+    bounds = re.findall(r"(>=|==|<)([\d.]+)", requirement)
+    compare = {">=": operator.ge, "==": operator.eq, "<": operator.lt}
+    return all(compare[sign](_release(found), _release(bound)) for sign, bound in bounds)
 
 
 def _release(text: str) -> tuple[int, ...]:
@@ -180,11 +187,38 @@ def _check_torch() -> Iterator[Check]:
         yield Check("GPU", "warn", found, "nvidia-smi")
 
 
-def _optional(name: str, purpose: str) -> str:
+def _check_trinity(*, quick: bool) -> Iterator[Check]:
+    """Whoever has installed Trinity-RFT wants backend `trinity` to work."""
+    if _installed("trinity-rft") is None:
+        yield Check("backend trinity", "ok", "not installed; `pip install 'agentscope-tuner[trinity]'` adds it")
+        return
+    if not quick:
+        import agentscope_tuner.backends.trinity  # noqa: F401  # puts a stand-in for vLLM where there is none
+    for module, requirement in TRINITY.items():
+        yield check_package(requirement, None if quick else module)
+    vllm = _installed("vllm")
+    yield Check("vllm", "ok", vllm or "not installed; backend `trinity` computes through a Tinker service")
+    if quick:
+        return
+    import torch
+
+    gpus = torch.cuda.device_count()
+    if vllm is not None and gpus < 2:
+        found = f"{gpus} GPU here; vLLM and the trainer need one each, or a cluster that Ray knows"
+        yield Check("GPUs for trinity", "warn", found, "astuner train ... trinity.route=tinker")
+    else:
+        yield Check("GPUs for trinity", "ok", str(gpus))
+
+
+def _installed(name: str) -> str | None:
     try:
         return version(name)
     except PackageNotFoundError:
-        return f"not installed; {purpose}"
+        return None
+
+
+def _optional(name: str, purpose: str) -> str:
+    return _installed(name) or f"not installed; {purpose}"
 
 
 # ---------------------------------------------------------------------------------------------------- the model

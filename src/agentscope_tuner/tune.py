@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from agentscope_tuner.config import AlgorithmConfig, DatasetConfig, TunerModelConfig, load_config
+from agentscope_tuner.errors import MissingDependencyError
 from agentscope_tuner.rollout import run_to_end
 from agentscope_tuner.types import TuneResult
 from agentscope_tuner.workflow import JudgeRunner, WorkflowRunner
@@ -36,7 +37,7 @@ def tune(
 
     Args:
         workflow_func: a `Workflow` class or instance, or an async function in one of AgentScope's two forms.
-        config_path: a YAML file of `TunerConfig`'s form.
+        config_path: a YAML file of `TunerConfig`'s form, or of Trinity-RFT's.
         judge_func: a `Judge`, or an async function `(task, response) -> JudgeOutput`; asked where the workflow gives no
             reward.
         train_dataset: tasks to train on.
@@ -47,7 +48,7 @@ def tune(
         project_name: groups experiments.
         experiment_name: names the run folder; a time stamp when not given.
         monitor_type: `tensorboard` or `none`.
-        backend: `local`, the embedded engine.
+        backend: `local`, the embedded engine; or `trinity`, Trinity-RFT on Ray.
         overrides: `"key=value"` strings or a mapping, as on the command line.
 
     Raises:
@@ -57,6 +58,7 @@ def tune(
         ModelError: the model cannot be loaded, or is not supported.
         TrainingStoppedError: training cannot go on; finished episodes and checkpoints are on disk.
         CheckpointError: a checkpoint is damaged or cannot be written.
+        MissingDependencyError: backend `trinity` is not installed.
     """
     workflow = WorkflowRunner(workflow_func)
     judge = JudgeRunner(judge_func) if judge_func is not None else None
@@ -78,8 +80,12 @@ def tune(
     )
     # Engines are imported only now: signatures and settings are checked before torch is loaded.
     if config.backend == "trinity":
-        from agentscope_tuner.backends.trinity.run import TrinityRun
-
+        try:
+            from agentscope_tuner.backends.trinity.run import TrinityRun
+        except ImportError as exc:
+            raise MissingDependencyError(
+                f"backend `trinity` needs `{exc.name}`; install it with `pip install 'agentscope-tuner[trinity]'`"
+            ) from exc
         return TrinityRun(config, workflow, judge).run()
     from agentscope_tuner.backends.local import LocalRun
 

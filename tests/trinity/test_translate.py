@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from trinity.common.constants import SyncMethod, SyncStyle
 
+from agentscope_tuner import doctor
 from agentscope_tuner.backends.trinity.run import with_route
 from agentscope_tuner.backends.trinity.translate import check_settings, translate
 from agentscope_tuner.config import TunerConfig, load_config
@@ -168,3 +169,9 @@ def test_what_trinity_would_not_do_is_refused(setting: str, key: str) -> None:
 def test_what_a_tinker_service_would_not_do_is_refused(setting: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         configured(*BASE, setting, gpus=0)
+
+
+def test_the_doctor_sees_what_the_backend_needs() -> None:
+    checks = {check.name: check for check in doctor._check_trinity(quick=False)}
+    assert all(check.status == "ok" for check in checks.values()), checks
+    assert set(checks) == {"trinity-rft", "ray", "tinker", "pyarrow", "vllm", "GPUs for trinity"}
