@@ -272,6 +272,8 @@ def test_training_goes_on_from_a_checkpoint(served: Served, trainer: tinker.Trai
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     assert not all(torch.equal(weights[0][name], weights[2][name]) for name in weights[0])
     AutoModelForCausalLM.from_pretrained(served.service.checkpoint(path))
+    served.client().create_rest_client().delete_checkpoint(trainer.model_id, "first").result()
+    assert not served.service._folder_of(path).exists()
 
 
 def test_adapters_of_the_rank_that_was_asked_for(tiny_model_dir: Path, tmp_path: Path) -> None:

@@ -258,8 +258,11 @@ class Service:
         Raises:
             UserError: there is none of this name.
         """
-        folder = self.checkpoint(f"{_SCHEME}{model_id}/{name}")
-        await asyncio.to_thread(shutil.rmtree, folder)
+        kinds = [""] if "/" in name else ["sampler_weights/", "weights/"]  # a bare name is of either kind
+        found = [folder for kind in kinds if (folder := self._folder_of(f"{_SCHEME}{model_id}/{kind}{name}")).is_dir()]
+        if not found:
+            raise UserError(f"there is no checkpoint `{name}` of model `{model_id}`")
+        await asyncio.to_thread(shutil.rmtree, found[0])
 
     def _folder_of(self, path: str) -> Path:
         parts = path.removeprefix(_SCHEME).split("/")

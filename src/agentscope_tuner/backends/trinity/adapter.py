@@ -62,8 +62,9 @@ class GroupWorkflow(TrinityWorkflow):  # type: ignore[misc]  # published without
         Raises:
             EpisodeFailure: the episode of an evaluation failed.
         """
-        room = await _room_of(self.spec, self.model, self.helpers)
-        group = await self._play(room)
+        step = int(str(self.task.batch_id).partition("/")[0])
+        room = await _room_of(self.spec, self.model, self.helpers, _updates_before(step, self.spec.config))
+        group = await self._play(room, step)
         if not self.decoding:
             return self._experiences(group)
         episode = group.episodes[0]
@@ -74,8 +75,7 @@ class GroupWorkflow(TrinityWorkflow):  # type: ignore[misc]  # published without
         experience.metrics = {"reward": experience.reward, **episode.metrics}
         return [experience]
 
-    async def _play(self, room: _Room) -> EpisodeGroup:
-        step = int(str(self.task.batch_id).partition("/")[0])
+    async def _play(self, room: _Room, step: int) -> EpisodeGroup:
         phase = f"eval_{self.decoding}" if self.decoding else f"train{step}"
         params = room.rollout.model.params
         if self.decoding == "greedy":
@@ -120,14 +120,21 @@ _rooms: dict[str, _Room] = {}
 _entering = asyncio.Lock()
 
 
-async def _room_of(spec: RunSpec, model: ModelWrapper, helpers: list[ModelWrapper]) -> _Room:
+def _updates_before(step: int, config: TunerConfig) -> int:
+    """How many updates the weights have to have seen for a step; where neither side waits, any will do."""
+    if config.trinity.sync_style != "fixed":
+        return 0
+    return max(0, step - 1) // config.trinity.sync_interval * config.trinity.sync_interval
+
+
+async def _room_of(spec: RunSpec, model: ModelWrapper, helpers: list[ModelWrapper], seen: int) -> _Room:
     """The room of this process, made at the first call; its policies look for new weights at every one."""
     async with _entering:
         room = _rooms.get(spec.recorder)
         if room is None:
             room = _rooms[spec.recorder] = _enter(spec, model, helpers)
-        for policy in room.policies:
-            await policy.refresh()
+        for policy, engine in zip(room.policies, (model, *helpers), strict=True):
+            await policy.refresh(engine, seen, spec.config.trinity.sync_timeout_s)
     return room
 
 
@@ -144,6 +151,6 @@ def _enter(spec: RunSpec, model: ModelWrapper, helpers: list[ModelWrapper]) -> _
 
 def _policy_model(settings: TunerModelConfig, model: ModelWrapper) -> PolicyModel:
     tokenizer, end_of_turn, longest = load_reader(settings)
-    policy: Any = (TinkerPolicy if model.config.engine_type == "tinker" else VllmPolicy)(longest, model)
+    policy: Any = (TinkerPolicy if model.config.engine_type == "tinker" else VllmPolicy)(longest)
     renderer = ChatRenderer(tokenizer, enable_thinking=settings.enable_thinking)
     return PolicyModel(policy, renderer, end_of_turn, settings.model_path, PolicyModel.params_of(settings))

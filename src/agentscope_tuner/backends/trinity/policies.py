@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
+import ray
 import tinker
 from openai import AsyncOpenAI
 from trinity.common.models.model import ModelWrapper
+from trinity.manager.synchronizer import Synchronizer
 
 from agentscope_tuner.errors import PromptTooLongError
 from agentscope_tuner.policy import Sample, SamplingParams
+
+_POLL_S = 0.05
 
 
 class _EnginePolicy:
@@ -50,19 +55,28 @@ class _EnginePolicy:
 class TinkerPolicy(_EnginePolicy):
     """Samples from the Tinker service that holds the weights."""
 
-    def __init__(self, max_model_len: int, model: ModelWrapper | None = None) -> None:
-        """With a `model` of Trinity's, `refresh` follows what it has synchronized."""
+    def __init__(self, max_model_len: int) -> None:
         super().__init__(max_model_len)
-        self._model = model
         self._service = tinker.ServiceClient()
         self._path = ""
         self._sampler: Any = None
 
-    async def refresh(self) -> None:
-        """Look which weights are current; they do not change while episodes of one group run."""
-        assert self._model is not None
-        version = await self._model.model_version_async
-        await self.use(await self._model.model.get_model_path.remote(), max(0, version))
+    async def refresh(self, model: ModelWrapper, seen: int, patience_s: float) -> None:
+        """Take the newest weights the trainer has given away; wait until they have seen `seen` updates.
+
+        Trinity's explorer is asked for the base model only: after a resumed start it is one version behind.
+
+        Raises:
+            TimeoutError: the trainer gave none in time.
+        """
+        synchronizer = Synchronizer.get_actor(namespace=ray.get_runtime_context().namespace)
+        async with asyncio.timeout(patience_s):
+            while True:
+                path, version = await synchronizer.get_model_state_dict.remote()
+                if version >= seen:
+                    break
+                await asyncio.sleep(_POLL_S)
+        await self.use(path or model.config.model_path, version)
 
     async def use(self, path: str, version: int) -> None:
         """Sample with these weights from now on: a checkpoint's path on the service, or the name of its base model."""
@@ -109,17 +123,18 @@ class TinkerPolicy(_EnginePolicy):
 class VllmPolicy(_EnginePolicy):
     """Samples through vLLM's completions interface, which takes and gives token ids."""
 
-    def __init__(self, max_model_len: int, model: ModelWrapper) -> None:
+    def __init__(self, max_model_len: int) -> None:
         super().__init__(max_model_len)
-        self.model = model
         self._client: AsyncOpenAI | None = None
+        self._name = ""
 
-    async def refresh(self) -> None:
-        """Look which weights are current, and where the server is."""
-        self.version = max(0, await self.model.model_version_async)
+    async def refresh(self, model: ModelWrapper, seen: int, patience_s: float) -> None:
+        """Look which weights the engines have, and where their server is."""
+        self.version = max(0, await model.model_version_async)
         if self._client is None:
-            address = await self.model.model.get_api_server_url.remote()
-            self._client = AsyncOpenAI(base_url=f"{address}/v1", api_key=self.model.api_key)
+            address = await model.model.get_api_server_url.remote()
+            self._client = AsyncOpenAI(base_url=f"{address}/v1", api_key=model.api_key)
+            self._name = model.model_path
 
     async def sample(
         self,
@@ -137,7 +152,7 @@ class VllmPolicy(_EnginePolicy):
         """
         assert self._client is not None
         completion = await self._client.completions.create(
-            model=self.model.model_path,
+            model=self._name,
             prompt=prompt_ids,
             max_tokens=min(params.max_tokens, self.room(prompt_ids)),
             temperature=params.temperature,

@@ -116,10 +116,12 @@ class RunRecorder:
         fresh, self._fresh = self._fresh, []
         return Progress(self._episodes, self._failed, self._tokens, fresh, self._stop)
 
-    def last(self, results: dict[str, EvalResult]) -> None:
-        """The evaluation of the finished model."""
+    def finish(self, results: dict[str, EvalResult]) -> None:
+        """Nothing comes any more but the evaluation of the finished model, if there was one."""
         self._steps[self._last].results = results
-        self._write_what_is_known()
+        for step in sorted(self._steps):
+            if self._next <= step <= self._last and self._steps[step].metrics is not None:
+                self._write(step)
 
     def _all_played(self, state: _Step, step: int, now: float) -> None:
         state.groups.sort(key=lambda group: group.episodes[0].workflow_task.episode_id)
@@ -147,18 +149,24 @@ class RunRecorder:
             self._write(self._next)
 
     def _complete(self, step: int) -> bool:
+        """Whether everything about a step is known that will be."""
         state = self._steps[step]
-        interval = self._config.algorithm.eval_interval_steps
-        # Trinity evaluates while a step is under way, so with the weights of the step before.
-        due = self._eval_tasks > 0 and (step == self._last or (step + 1) % interval == 0)
         evaluated = len(state.results) == len(DECODINGS)
         if step == 0:
             return evaluated
-        return state.metrics is not None and state.trained is not None and (evaluated or not due)
+        # Trinity evaluates at the beginning of a step's synchronization, so with the weights of the step before; the
+        # finished model is evaluated last of all. Where neither side waits, evaluations come when they come.
+        trinity = self._config.trinity
+        in_step = trinity.sync_style == "fixed" and trinity.sync_interval == 1
+        due = in_step and (step + 1) % self._config.algorithm.eval_interval_steps == 0
+        waits = self._eval_tasks > 0 and (due or step == self._last)
+        return state.metrics is not None and state.trained is not None and (evaluated or not waits)
 
     def _write(self, step: int) -> None:
         state = self._steps.pop(step)
         metrics = state.metrics or StepMetrics(step=step)
+        for earlier in sorted(known for known in self._steps if known < step):  # evaluations that came late
+            state.results |= self._steps.pop(earlier).results
         for theirs, value in (state.trained or {}).items():
             if theirs in _FROM_TRAINER:
                 setattr(metrics, _FROM_TRAINER[theirs], value)

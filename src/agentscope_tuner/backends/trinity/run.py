@@ -103,8 +103,8 @@ class TrinityRun:
                 stage = self._stage(service, recorder, address)
                 self._train(stage, service, recorder)
                 weights = self._last_weights(stage)
-                if service is not None:
-                    self._evaluate(service, weights, recorder)
+                results = self._evaluate(weights) if service is not None and self.eval_tasks else {}
+                ray.get(recorder.finish.remote(results))
                 self._show(recorder)
                 checkpoint = self._export(service, weights)
         result = TuneResult(
@@ -286,14 +286,9 @@ class TrinityRun:
         """Where Trinity keeps the last step."""
         return Path(stage.get_checkpoint_job_dir()) / f"global_step_{self.steps}"
 
-    def _evaluate(self, service: _Service, weights: Path, recorder: Any) -> None:
+    def _evaluate(self, weights: Path) -> dict[str, EvalResult]:
         """Evaluate the finished model, as the embedded engine does; Trinity ends without."""
-        if not self.eval_tasks:
-            ray.get(recorder.last.remote({}))
-            return
-        path = (weights / "remote_checkpoint_path.txt").read_text().strip()
-        results = run_to_end(self._evaluations(path))
-        ray.get(recorder.last.remote(results))
+        return run_to_end(self._evaluations((weights / "remote_checkpoint_path.txt").read_text().strip()))
 
     async def _evaluations(self, path: str) -> dict[str, EvalResult]:
         tokenizer, end_of_turn, longest = load_reader(self.config.model)
@@ -315,11 +310,14 @@ class TrinityRun:
     def _export(self, service: _Service | None, weights: Path) -> Path:
         """The finished model as a Hugging Face directory in the run folder."""
         target = self.folder.checkpoints_dir / f"step_{self.steps}"
-        if service is not None and service.folder is not None:
-            path = (weights / "remote_checkpoint_path.txt").read_text().strip()
-            source = service.folder.joinpath(*path.removeprefix("tinker://").split("/"))
-        else:
+        if service is None:
             source = weights / "actor" / "huggingface"
+        else:
+            path = (weights / "remote_checkpoint_path.txt").read_text().strip()
+            if service.folder is None:
+                self.view.message(f"the finished weights are on the Tinker service, as {path}")
+                return weights
+            source = service.folder.joinpath(*path.removeprefix("tinker://").split("/"))
         if not (source / "config.json").is_file():
             raise TrainingStoppedError(f"Trinity left no Hugging Face model in `{source}`")
         draft = target.with_name(f".{target.name}.partial")
