@@ -88,6 +88,15 @@ class TrinityRun:
         """Where Trinity, and what serves it, keep what they need to go on."""
         return self.folder.path / "trinity"
 
+    @property
+    def _checkpoints(self) -> Path:
+        return self._own / "checkpoints"
+
+    @property
+    def _job(self) -> Path:
+        """Where Trinity keeps its state of this experiment."""
+        return self._checkpoints / self.config.project_name / self.config.experiment_name
+
     def run(self) -> TuneResult:
         """Train from the beginning, or from where the run of this name stopped.
 
@@ -97,12 +106,12 @@ class TrinityRun:
         with _environment(self.config), self._ray() as address:
             self.config = with_route(self.config, gpus=int(ray.cluster_resources().get("GPU", 0)))
             check_settings(self.config)
-            self.folder.prepare(self.config)
+            self._resume(self.folder.prepare(self.config))
             self._write_tasks()
             with self._service() as service, self._recorder() as recorder, self.view:
-                stage = self._stage(service, recorder, address)
+                stage = self._stage(service, address)
                 self._train(stage, service, recorder)
-                weights = self._last_weights(stage)
+                weights = self._job / f"global_step_{self.steps}"
                 results = self._evaluate(weights) if service is not None and self.eval_tasks else {}
                 ray.get(recorder.finish.remote(results))
                 self._show(recorder)
@@ -180,6 +189,20 @@ class TrinityRun:
                 with suppress(ValueError):
                     ray.kill(ray.get_actor(name, namespace=self._name))
 
+    def _resume(self, resumed: bool) -> None:
+        """Go back to the trainer's last checkpoint: the explorer notes every step, the trainer only those it saves."""
+        if not resumed:
+            shutil.rmtree(self._own, ignore_errors=True)
+            return
+        step = _steps_done(self._job / "trainer_meta.json")
+        explorer = self._job / "explorer_meta.json"
+        if step == 0:
+            shutil.rmtree(self._job, ignore_errors=True)
+        elif _steps_done(explorer) > step:
+            taken = step * self.config.algorithm.batch_size
+            explorer.write_text(json.dumps({"latest_iteration": step, "taskset_states": [{"current_index": taken}]}))
+        self.folder.rewind(step or -1)
+
     def _write_tasks(self) -> None:
         """All tasks of the run, in the order they are trained on, and the held-out ones."""
         stream = TaskStream(self.tasks, seed=self.config.seed, shuffle=self.dataset.shuffle)
@@ -192,7 +215,7 @@ class TrinityRun:
 
     # ----------------------------------------------------------------------------------------------------- stage
 
-    def _stage(self, service: _Service | None, recorder: Any, address: str) -> Config:
+    def _stage(self, service: _Service | None, address: str) -> Config:
         spec = RunSpec(self.config, self.workflow, self.judge, self._name)
         stage = translate(
             self.config,
@@ -200,7 +223,7 @@ class TrinityRun:
             tasks=self._own / "tasks",
             steps=self.steps,
             evaluates=bool(self.eval_tasks),
-            checkpoints=self._own / "checkpoints",
+            checkpoints=self._checkpoints,
             spec=spec,
             recorder=self._name,
             base_url=None if service is None else service.base_url,
@@ -249,7 +272,7 @@ class TrinityRun:
             _end(process)
         if stop:
             raise TooManyFailuresError(stop)
-        self._verify(stage, json.loads(answer.read_text()) if answer.is_file() else None, process.returncode, log_path)
+        self._verify(json.loads(answer.read_text()) if answer.is_file() else None, process.returncode, log_path)
 
     def _show(self, recorder: Any) -> str:
         """Bring the display up to date; returns why the run should stop, if it should."""
@@ -264,27 +287,19 @@ class TrinityRun:
             self.view.step_done(metrics)
         return now.stop
 
-    def _verify(self, stage: Config, status: dict[str, Any] | None, code: int, log: Path) -> None:
+    def _verify(self, status: dict[str, Any] | None, code: int, log: Path) -> None:
         """Compare Trinity's own records with what was asked; what it says about its success is not to be believed."""
-        done = {}
-        for side in (stage.explorer.name, stage.trainer.name):
-            path = Path(stage.get_checkpoint_job_dir()) / f"{side}_meta.json"
-            done[side] = json.loads(path.read_text())["latest_iteration"] if path.is_file() else 0
-        if min(done.values()) >= self.steps:
+        explored, trained = (_steps_done(self._job / f"{side}_meta.json") for side in ("explorer", "trainer"))
+        if min(explored, trained) >= self.steps:
             return
         error = (status or {}).get("error") or {}
         cause = f"{error['type_name']}: {error['message'].strip().splitlines()[-1]}" if error else _last_error(log)
         raise TrainingStoppedError(
-            f"Trinity did {done[stage.explorer.name]} explorer and {done[stage.trainer.name]} trainer steps of "
-            f"{self.steps} and ended with status {code}: {cause or 'it named no error'}; its log is `{log}`. Run the "
-            "same experiment again to go on from its last checkpoint"
+            f"Trinity did {explored} explorer and {trained} trainer steps of {self.steps} and ended with status {code}: "
+            f"{cause or 'it named no error'}; its log is `{log}`. Run the same experiment again to go on from its last checkpoint"
         )
 
     # ----------------------------------------------------------------------------------------------- afterwards
-
-    def _last_weights(self, stage: Config) -> Path:
-        """Where Trinity keeps the last step."""
-        return Path(stage.get_checkpoint_job_dir()) / f"global_step_{self.steps}"
 
     def _evaluate(self, weights: Path) -> dict[str, EvalResult]:
         """Evaluate the finished model, as the embedded engine does; Trinity ends without."""
@@ -380,6 +395,11 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+def _steps_done(meta: Path) -> int:
+    """What a side of Trinity notes about itself."""
+    return int(json.loads(meta.read_text())["latest_iteration"]) if meta.is_file() else 0
 
 
 def _last_error(log: Path) -> str:
