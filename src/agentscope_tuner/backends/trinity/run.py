@@ -295,8 +295,9 @@ class TrinityRun:
         error = (status or {}).get("error") or {}
         cause = f"{error['type_name']}: {error['message'].strip().splitlines()[-1]}" if error else _last_error(log)
         raise TrainingStoppedError(
-            f"Trinity did {explored} explorer and {trained} trainer steps of {self.steps} and ended with status {code}: "
-            f"{cause or 'it named no error'}; its log is `{log}`. Run the same experiment again to go on from its last checkpoint"
+            f"Trinity did {explored} explorer and {trained} trainer steps of {self.steps} and ended with {code}; "
+            f"{cause or 'it named no error'}; its log is `{log}`. Run the same experiment again to go on from its last "
+            "checkpoint"
         )
 
     # ----------------------------------------------------------------------------------------------- afterwards
