@@ -42,6 +42,7 @@ def translated(config: TunerConfig, tmp_path: Path, base_url: str | None = None)
     return translate(
         config,
         model_path=model_directory(config.model.model_path),
+        context=config.model.max_model_len or 1024,
         tasks=tmp_path,
         steps=7,
         evaluates=True,

@@ -8,6 +8,7 @@ import re
 import secrets
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import sysconfig
@@ -42,6 +43,7 @@ from agentscope_tuner.workflow import JudgeRunner, WorkflowRunner
 _POLL_S = 0.5
 _SERVICE_START_S = 120.0
 _CLOSING_S = 20.0
+_CONNECT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +135,11 @@ class TrinityRun:
         """Start Ray, or join it; yields its address."""
         asked = self.config.trinity.ray_address
         try:
+            host, _, port = asked.removeprefix("ray://").rpartition(":")
+            if host:  # Ray itself would try for minutes
+                socket.create_connection((host, int(port)), _CONNECT_S).close()
             context = ray.init(address=asked, namespace=self._name, log_to_driver=False, configure_logging=False)
-        except (ConnectionError, RuntimeError, ValueError) as exc:
+        except (OSError, RuntimeError, ValueError) as exc:
             raise ConfigError(
                 f"Ray cannot be reached at `trinity.ray_address={asked}`: {exc}; start it with `ray start --head`, or "
                 "set `local` to start it for this run"
@@ -220,6 +225,7 @@ class TrinityRun:
         stage = translate(
             self.config,
             model_path=self.model_path if service is None else service.model,
+            context=load_reader(self.config.model)[2],
             tasks=self._own / "tasks",
             steps=self.steps,
             evaluates=bool(self.eval_tasks),

@@ -89,6 +89,7 @@ def translate(
     config: TunerConfig,
     *,
     model_path: str,
+    context: int,
     tasks: Path,
     steps: int,
     evaluates: bool,
@@ -102,6 +103,7 @@ def translate(
     Args:
         config: ours.
         model_path: a directory or hub name, as every node can load it.
+        context: the longest sequence, in tokens.
         tasks: holds the folders `train` and `eval`.
         steps: training steps.
         evaluates: whether there are held-out tasks.
@@ -153,7 +155,7 @@ def translate(
             model_path=model_path,
             trust_remote_code=model.trust_remote_code,
             temperature=model.temperature,
-            max_model_len=model.max_model_len,
+            max_model_len=context,
             max_response_tokens=model.max_tokens,
             enable_prompt_truncation=False,
             enable_thinking=model.enable_thinking,
