@@ -188,11 +188,12 @@ def test_a_ray_that_is_not_there(tasks: Path) -> None:
 
 
 def test_a_ray_that_runs_already_is_joined_and_left_running(tasks: Path) -> None:
-    subprocess.run(["ray", "start", "--head", "--port=6391", "--include-dashboard=false"], check=True)
+    command = str(Path(sys.executable).with_name("ray"))
+    subprocess.run([command, "start", "--head", "--port=6391", "--include-dashboard=false"], check=True)
     try:
         train(flows.scored, tasks, "trinity.ray_address=127.0.0.1:6391", "train_dataset.total_steps=1")
         ray.init(address="127.0.0.1:6391")
         assert ray.is_initialized()
         ray.shutdown()
     finally:
-        subprocess.run(["ray", "stop", "--force"], check=True)
+        subprocess.run([command, "stop", "--force"], check=True)
