@@ -187,7 +187,9 @@ def test_a_ray_that_is_not_there(tasks: Path) -> None:
         train(flows.scored, tasks, "trinity.ray_address=127.0.0.1:6390")
 
 
-def test_a_ray_that_runs_already_is_joined_and_left_running(tasks: Path) -> None:
+def test_a_ray_that_runs_already_is_joined_and_left_running(tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # `ray start` asks for a token by default, and who joins has to be told so.
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     command = str(Path(sys.executable).with_name("ray"))
     subprocess.run([command, "start", "--head", "--port=6391", "--include-dashboard=false"], check=True)
     try:
