@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import threading
 import warnings
@@ -19,6 +20,7 @@ from agentscope_tuner import TunerModelConfig
 from agentscope_tuner.config import EngineConfig
 from agentscope_tuner.tinker_service import Service, TinkerServer
 
+os.environ["TINKER_TELEMETRY"] = "0"
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import tinker
@@ -38,6 +40,7 @@ class Served:
     def __init__(self, model_dir: Path, folder: Path, **options: Any) -> None:
         model = TunerModelConfig(model_path=str(model_dir), max_model_len=256)
         self.service = Service(model, EngineConfig(device="cpu"), folder, **options)
+        self.clients: list[tinker.ServiceClient] = []
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
         self.thread = threading.Thread(target=self._run, daemon=True)
@@ -54,10 +57,13 @@ class Served:
 
         asyncio.run(serve())
 
-    def client(self, key: str = KEY) -> tinker.ServiceClient:
-        return tinker.ServiceClient(base_url=self.url, api_key=key)
+    def client(self) -> tinker.ServiceClient:
+        self.clients.append(tinker.ServiceClient(base_url=self.url, api_key=KEY))
+        return self.clients[-1]
 
     def stop(self) -> None:
+        for client in self.clients:  # each has a thread that would go on asking, and drawing random numbers
+            client.close("success").result()
         self.loop.call_soon_threadsafe(self.task.cancel)
         self.thread.join()
 
@@ -272,7 +278,10 @@ def test_training_goes_on_from_a_checkpoint(served: Served, trainer: tinker.Trai
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     assert not all(torch.equal(weights[0][name], weights[2][name]) for name in weights[0])
     AutoModelForCausalLM.from_pretrained(served.service.checkpoint(path))
-    served.client().create_rest_client().delete_checkpoint(trainer.model_id, "first").result()
+    with warnings.catch_warnings():  # of a client that is made by itself instead, and cannot be closed
+        warnings.simplefilter("ignore")
+        rest = served.client().create_rest_client()
+    rest.delete_checkpoint(trainer.model_id, "first").result()
     assert not served.service._folder_of(path).exists()
 
 

@@ -92,6 +92,7 @@ class TinkerServer:
             "telemetry": self._telemetry,
             "create_session": self._create_session,
             "session_heartbeat": self._heartbeat,
+            "sessions/{session_id}/finish": self._nothing,
             "create_model": self._create_model,
             "get_info": self._get_info,
             "weights_info": self._weights_info,
