@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 
@@ -22,6 +22,10 @@ class SamplingParams:
     """Stop once the text contains one of these; the text ends before it, the recorded tokens include it."""
     seed: int = 0
     """Fixes the random numbers of this completion, whatever else runs in the same batch."""
+
+    def greedy(self) -> SamplingParams:
+        """The same, always with the likeliest token."""
+        return replace(self, temperature=0.0, top_p=1.0, top_k=0)
 
 
 @dataclass(frozen=True, slots=True)

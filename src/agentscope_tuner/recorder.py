@@ -34,12 +34,12 @@ class PolicyModel:
     """Used where a call does not say otherwise."""
 
     @staticmethod
-    def params_of(config: TunerModelConfig, *, greedy: bool = False) -> SamplingParams:
+    def params_of(config: TunerModelConfig) -> SamplingParams:
         """Sampling parameters of a model's configuration."""
         return SamplingParams(
-            temperature=0.0 if greedy else config.temperature,
-            top_p=1.0 if greedy else config.top_p,
-            top_k=0 if greedy else config.top_k,
+            temperature=config.temperature,
+            top_p=config.top_p,
+            top_k=config.top_k,
             max_tokens=config.max_tokens,
             stop=tuple(config.stop),
         )

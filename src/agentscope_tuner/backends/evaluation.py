@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 
 from agentscope_tuner.reporting import DECODINGS, ProgressView, check_failures, mean_metrics, summarize
 from agentscope_tuner.rollout import Rollout
@@ -23,7 +22,7 @@ async def evaluate_policy(
         view.phase(f"eval {decoding}", len(tasks))
         params = rollout.model.params
         if decoding == "greedy":
-            params = replace(params, temperature=0.0, top_p=1.0, top_k=0)
+            params = params.greedy()
         begun = time.perf_counter()
         groups = await rollout.run(tasks, 1, phase=f"eval_{decoding}", params=params)
         episodes = [episode for group in groups for episode in group.episodes]

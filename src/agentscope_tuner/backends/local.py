@@ -44,6 +44,7 @@ from agentscope_tuner.reporting import (
     TensorBoardWriter,
     check_failures,
     describe,
+    describe_evaluation,
     draw_reward,
     stored_evaluation,
     with_continuations,
@@ -295,11 +296,7 @@ class LocalRun:
             self.rollout, self.eval_tasks, self.view, self.config.algorithm.max_failed_fraction
         )
         self.evaluations[metrics.step] = results
-        metrics.eval_reward_mean = results["greedy"].reward_mean
-        metrics.eval_reward_sampled_mean = results["sampled"].reward_mean
-        metrics.time_eval_s = sum(result.time_s for result in results.values())
-        for decoding, result in results.items():
-            metrics.extra |= {f"eval_{decoding}/{name}": value for name, value in result.metrics.items()}
+        describe_evaluation(results, metrics)
 
     # --------------------------------------------------------------------------------------------- reporting
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import NormalDist, fmean, stdev
 
@@ -14,6 +14,7 @@ from agentscope_tuner.types import Episode, EpisodeGroup, EvalResult, ModelCall,
 
 DECODINGS = ("greedy", "sampled")
 """How held-out tasks are run."""
+_EVAL_FIELDS = {"greedy": "eval_reward_mean", "sampled": "eval_reward_sampled_mean"}
 
 
 def check_failures(episodes: Sequence[Episode], limit: float, where: Path | None = None) -> None:
@@ -51,6 +52,14 @@ def summarize(rewards: Sequence[float | None], time_s: float = 0.0) -> EvalResul
     else:
         center, half = mean, z * (stdev(scored) / math.sqrt(n) if n > 1 else math.inf)
     return EvalResult(mean, center - half, center + half, len(rewards), failed, time_s=time_s)
+
+
+def describe_evaluation(results: Mapping[str, EvalResult], metrics: StepMetrics) -> None:
+    """Fill in what an evaluation found."""
+    for decoding, result in results.items():
+        setattr(metrics, _EVAL_FIELDS[decoding], result.reward_mean)
+        metrics.extra |= {f"eval_{decoding}/{name}": value for name, value in result.metrics.items()}
+    metrics.time_eval_s = sum((result.time_s for result in results.values()), 0.0)
 
 
 def stored_evaluation(folder: RunFolder, step: int) -> dict[str, EvalResult]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -14,12 +14,9 @@ from trinity.common.workflows.workflow import Workflow as TrinityWorkflow
 
 from agentscope_tuner.algorithms import Credit, compute_advantages
 from agentscope_tuner.backends.trinity.algorithm import nothing_learned, to_experiences
-from agentscope_tuner.backends.trinity.policies import TinkerPolicy, VllmPolicy
-from agentscope_tuner.chat import ChatRenderer
-from agentscope_tuner.config import TunerConfig, TunerModelConfig
-from agentscope_tuner.engine.models import load_reader
+from agentscope_tuner.backends.trinity.policies import EnginePolicy, TinkerPolicy, VllmPolicy, policy_model
+from agentscope_tuner.config import TunerConfig
 from agentscope_tuner.errors import EpisodeFailure
-from agentscope_tuner.recorder import PolicyModel
 from agentscope_tuner.rollout import Rollout
 from agentscope_tuner.types import EpisodeGroup, Task
 from agentscope_tuner.workflow import JudgeRunner, WorkflowRunner
@@ -79,7 +76,7 @@ class GroupWorkflow(TrinityWorkflow):  # type: ignore[misc]  # published without
         phase = f"eval_{self.decoding}" if self.decoding else f"train{step}"
         params = room.rollout.model.params
         if self.decoding == "greedy":
-            params = replace(params, temperature=0.0, top_p=1.0, top_k=0)
+            params = params.greedy()
         groups = await room.rollout.run(
             [Task.model_validate_json(self.task.raw_task["task"])],
             self.repeat_times,
@@ -140,17 +137,14 @@ async def _room_of(spec: RunSpec, model: ModelWrapper, helpers: list[ModelWrappe
 
 def _enter(spec: RunSpec, model: ModelWrapper, helpers: list[ModelWrapper]) -> _Room:
     config = spec.config
-    trained = _policy_model(config.model, model)
+    trained = policy_model(config.model, _kind_of(model))
     auxiliary = {
-        name: _policy_model(settings, helper)
+        name: policy_model(settings, _kind_of(helper))
         for (name, settings), helper in zip(config.auxiliary_models.items(), helpers, strict=True)
     }
     rollout = Rollout(spec.workflow, spec.judge, trained, config.workflow, config.seed, auxiliary)
     return _Room(rollout, [one.policy for one in (trained, *auxiliary.values())], min(trained.end_of_turn_ids))
 
 
-def _policy_model(settings: TunerModelConfig, model: ModelWrapper) -> PolicyModel:
-    tokenizer, end_of_turn, longest = load_reader(settings)
-    policy: Any = (TinkerPolicy if model.config.engine_type == "tinker" else VllmPolicy)(longest)
-    renderer = ChatRenderer(tokenizer, enable_thinking=settings.enable_thinking)
-    return PolicyModel(policy, renderer, end_of_turn, settings.model_path, PolicyModel.params_of(settings))
+def _kind_of(model: ModelWrapper) -> type[EnginePolicy]:
+    return TinkerPolicy if model.config.engine_type == "tinker" else VllmPolicy

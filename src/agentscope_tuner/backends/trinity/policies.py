@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -12,13 +13,17 @@ from openai import AsyncOpenAI
 from trinity.common.models.model import ModelWrapper
 from trinity.manager.synchronizer import Synchronizer
 
+from agentscope_tuner.chat import ChatRenderer
+from agentscope_tuner.config import TunerModelConfig
+from agentscope_tuner.engine.models import load_reader
 from agentscope_tuner.errors import PromptTooLongError
 from agentscope_tuner.policy import Sample, SamplingParams
+from agentscope_tuner.recorder import PolicyModel
 
 _POLL_S = 0.05
 
 
-class _EnginePolicy:
+class EnginePolicy:
     """What all have in common: Trinity's engines batch by themselves, so episodes need no announcement."""
 
     def __init__(self, max_model_len: int) -> None:
@@ -37,11 +42,19 @@ class _EnginePolicy:
     def resume_episode(self, episode_id: str) -> None:
         """Nothing to do."""
 
-    def room(self, prompt_ids: list[int]) -> int:
-        """How many tokens may follow.
+    async def sample(
+        self,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        *,
+        episode_id: str,
+        adapter: str = "",
+        on_token: Callable[[int], None] | None = None,
+    ) -> Sample:
+        """Complete `prompt_ids`; `on_token` sees all tokens once the last is drawn.
 
         Raises:
-            PromptTooLongError: none.
+            PromptTooLongError: the prompt leaves no room in the context.
         """
         left = self.max_model_len - len(prompt_ids)
         if left < 1:
@@ -49,10 +62,16 @@ class _EnginePolicy:
                 f"a prompt has {len(prompt_ids)} tokens, and `model.max_model_len` is {self.max_model_len}; raise it, "
                 "or let the agent send less"
             )
-        return left
+        sample = await self._complete(prompt_ids, replace(params, max_tokens=min(params.max_tokens, left)))
+        for token in sample.token_ids if on_token is not None else ():
+            on_token(token)  # type: ignore[misc]
+        return sample
+
+    async def _complete(self, prompt_ids: list[int], params: SamplingParams) -> Sample:
+        raise NotImplementedError
 
 
-class TinkerPolicy(_EnginePolicy):
+class TinkerPolicy(EnginePolicy):
     """Samples from the Tinker service that holds the weights."""
 
     def __init__(self, max_model_len: int) -> None:
@@ -88,25 +107,12 @@ class TinkerPolicy(_EnginePolicy):
             )
             self._path = path
 
-    async def sample(
-        self,
-        prompt_ids: list[int],
-        params: SamplingParams,
-        *,
-        episode_id: str,
-        adapter: str = "",
-        on_token: Callable[[int], None] | None = None,
-    ) -> Sample:
-        """Complete `prompt_ids`; `on_token` sees all tokens once the last is drawn.
-
-        Raises:
-            PromptTooLongError: the prompt leaves no room in the context.
-        """
+    async def _complete(self, prompt_ids: list[int], params: SamplingParams) -> Sample:
         response = await self._sampler.sample(
             prompt=tinker.ModelInput.from_ints(prompt_ids),
             num_samples=1,
             sampling_params=tinker.SamplingParams(
-                max_tokens=min(params.max_tokens, self.room(prompt_ids)),
+                max_tokens=params.max_tokens,
                 seed=params.seed,
                 stop=list(params.stop) or None,
                 temperature=params.temperature,
@@ -115,12 +121,10 @@ class TinkerPolicy(_EnginePolicy):
             ),
         )
         sequence = response.sequences[0]
-        for token in sequence.tokens if on_token is not None else ():
-            on_token(token)  # type: ignore[misc]
         return Sample(list(sequence.tokens), list(sequence.logprobs), sequence.stop_reason, self.version)
 
 
-class VllmPolicy(_EnginePolicy):
+class VllmPolicy(EnginePolicy):
     """Samples through vLLM's completions interface, which takes and gives token ids."""
 
     def __init__(self, max_model_len: int) -> None:
@@ -136,25 +140,12 @@ class VllmPolicy(_EnginePolicy):
             self._client = AsyncOpenAI(base_url=f"{address}/v1", api_key=model.api_key)
             self._name = model.model_path
 
-    async def sample(
-        self,
-        prompt_ids: list[int],
-        params: SamplingParams,
-        *,
-        episode_id: str,
-        adapter: str = "",
-        on_token: Callable[[int], None] | None = None,
-    ) -> Sample:
-        """Complete `prompt_ids`; `on_token` sees all tokens once the last is drawn.
-
-        Raises:
-            PromptTooLongError: the prompt leaves no room in the context.
-        """
+    async def _complete(self, prompt_ids: list[int], params: SamplingParams) -> Sample:
         assert self._client is not None
         completion = await self._client.completions.create(
             model=self._name,
             prompt=prompt_ids,
-            max_tokens=min(params.max_tokens, self.room(prompt_ids)),
+            max_tokens=params.max_tokens,
             temperature=params.temperature,
             top_p=params.top_p,
             stop=list(params.stop) or None,
@@ -168,7 +159,16 @@ class VllmPolicy(_EnginePolicy):
             },
         )
         choice: Any = completion.choices[0]
-        token_ids, logprobs = list(choice.token_ids), list(choice.logprobs.token_logprobs)
-        for token in token_ids if on_token is not None else ():
-            on_token(token)  # type: ignore[misc]
-        return Sample(token_ids, logprobs, "length" if choice.finish_reason == "length" else "stop", self.version)
+        reason = "length" if choice.finish_reason == "length" else "stop"
+        return Sample(list(choice.token_ids), list(choice.logprobs.token_logprobs), reason, self.version)
+
+
+def policy_model(settings: TunerModelConfig, kind: type[EnginePolicy]) -> PolicyModel:
+    """A model whose weights are elsewhere, with all that is needed to talk to it.
+
+    Raises:
+        ModelError: its tokenizer cannot be loaded.
+    """
+    tokenizer, end_of_turn, longest = load_reader(settings)
+    renderer = ChatRenderer(tokenizer, enable_thinking=settings.enable_thinking)
+    return PolicyModel(kind(longest), renderer, end_of_turn, settings.model_path, PolicyModel.params_of(settings))

@@ -20,6 +20,7 @@ from agentscope_tuner.reporting import (
     TensorBoardWriter,
     check_failures,
     describe,
+    describe_evaluation,
     draw_reward,
     mean_metrics,
     summarize,
@@ -170,14 +171,7 @@ class RunRecorder:
         for theirs, value in (state.trained or {}).items():
             if theirs in _FROM_TRAINER:
                 setattr(metrics, _FROM_TRAINER[theirs], value)
-        if state.results:
-            metrics.eval_reward_mean = state.results["greedy"].reward_mean if "greedy" in state.results else None
-            metrics.eval_reward_sampled_mean = (
-                state.results["sampled"].reward_mean if "sampled" in state.results else None
-            )
-            metrics.time_eval_s = sum(result.time_s for result in state.results.values())
-            for decoding, result in state.results.items():
-                metrics.extra |= {f"eval_{decoding}/{name}": value for name, value in result.metrics.items()}
+        describe_evaluation(state.results, metrics)
         self._history.append(metrics)
         self._folder.append_metrics(metrics)
         if self._board is not None:

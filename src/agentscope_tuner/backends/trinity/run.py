@@ -26,15 +26,13 @@ from trinity.common.config import Config
 
 from agentscope_tuner.backends.evaluation import evaluate_policy
 from agentscope_tuner.backends.trinity.adapter import RunSpec
-from agentscope_tuner.backends.trinity.policies import TinkerPolicy
+from agentscope_tuner.backends.trinity.policies import TinkerPolicy, policy_model
 from agentscope_tuner.backends.trinity.recording import Progress, RunRecorder
 from agentscope_tuner.backends.trinity.translate import check_settings, translate, uses_own_service
-from agentscope_tuner.chat import ChatRenderer
 from agentscope_tuner.config import TunerConfig
 from agentscope_tuner.engine.models import load_reader, model_directory
 from agentscope_tuner.errors import ConfigError, TooManyFailuresError, TrainingStoppedError
 from agentscope_tuner.readers import TaskStream, load_tasks, planned_steps
-from agentscope_tuner.recorder import PolicyModel
 from agentscope_tuner.reporting import ProgressView, RunFolder, stored_evaluation
 from agentscope_tuner.rollout import Rollout, run_to_end
 from agentscope_tuner.types import Episode, EvalResult, TuneResult
@@ -313,12 +311,9 @@ class TrinityRun:
         return run_to_end(self._evaluations((weights / "remote_checkpoint_path.txt").read_text().strip()))
 
     async def _evaluations(self, path: str) -> dict[str, EvalResult]:
-        tokenizer, end_of_turn, longest = load_reader(self.config.model)
-        policy = TinkerPolicy(longest)
+        model = policy_model(self.config.model, TinkerPolicy)
+        policy: Any = model.policy
         await policy.use(path, self.steps)
-        renderer = ChatRenderer(tokenizer, enable_thinking=self.config.model.enable_thinking)
-        params = PolicyModel.params_of(self.config.model)
-        model = PolicyModel(policy, renderer, end_of_turn, self.config.model.model_path, params)
 
         def done(episode: Episode, phase: str) -> None:
             self.folder.write_episode(episode, phase=phase, step=self.steps)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from agentscope_tuner.algorithms import Credit
@@ -46,17 +45,10 @@ def strands_of(credit: Credit) -> list[Strand]:
     for call, advantage in zip(credit.trajectory.calls, credit.advantages, strict=True):
         if not call.trainable:
             continue
-        strand = next((one for one in _longest_first(strands) if _begins(call.prompt_ids, one.tokens)), None)
+        begun = [one for one in strands if call.prompt_ids[: len(one.tokens)] == one.tokens]
+        strand = max(begun, key=lambda one: len(one.tokens), default=None)
         if strand is None:
             strand = Strand(list(call.prompt_ids), len(call.prompt_ids))
             strands.append(strand)
         strand.add(call, advantage)
     return strands
-
-
-def _longest_first(strands: Sequence[Strand]) -> Iterator[Strand]:
-    return iter(sorted(strands, key=lambda one: len(one.tokens), reverse=True))
-
-
-def _begins(ids: Sequence[int], beginning: Sequence[int]) -> bool:
-    return ids[: len(beginning)] == beginning
