@@ -10,7 +10,7 @@ export NO_MKDOCS_2_WARNING := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test test-trinity check docs bench tiny-agent clean
+.PHONY: help install demo test test-core test-trinity check docs bench tiny-agent clean
 
 help: ## Show this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -34,10 +34,12 @@ $(TRINITY)/.installed: pyproject.toml constraints-trinity.txt
 demo: install ## Train the small example agent on this machine and show what it learned.
 	@$(BIN)/python examples/math_agent/main.py
 
-test: install ## Run all tests but those of Trinity-RFT, and measure what they cover.
+test: test-core test-trinity ## Run all tests.
+
+test-core: install ## Run all tests but those of Trinity-RFT, and measure what they cover.
 	$(BIN)/pytest --cov --cov-report=term
 
-test-trinity: $(TRINITY)/.installed ## Run the tests of backend `trinity`, in an environment of its own.
+test-trinity: $(TRINITY)/.installed ## Run the tests of Trinity-RFT, in an environment of their own.
 	$(TRINITY)/bin/pytest -c tests/trinity/pytest.ini tests/trinity
 
 check: install ## The gate, with `make test`: formatting, lint, types and documentation.

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -149,32 +150,91 @@ def test_it_ends_when_all_episodes_fail(tasks: Path) -> None:
     assert read_episodes(tasks.parent / "run" / "episodes" / "train_000001.jsonl")
 
 
-@pytest.mark.parametrize("victim", ["explorer", "service"])
-def test_it_ends_when_a_part_is_killed(tasks: Path, victim: str) -> None:
-    def kill() -> None:
-        episodes = tasks.parent / "run" / "episodes"
-        while not any(episodes.glob("train_*")):
-            time.sleep(0.2)
-        if victim == "service":
-            found = subprocess.run(["pgrep", "-f", f"tinker_service {tasks.parent}"], capture_output=True, text=True)
-            os.kill(int(found.stdout.split()[0]), signal.SIGKILL)
-        else:
-            names = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
-            namespace = next(
-                one["namespace"] for one in ray.util.list_named_actors(all_namespaces=True) if one["name"] == "explorer"
-            )
-            assert "explorer" in names
-            ray.kill(ray.get_actor("explorer", namespace=namespace))
+def once(happened: Callable[[], bool], act: Callable[[], None]) -> threading.Thread:
+    """Do something to a run when something has happened in it."""
 
-    killer = threading.Thread(target=kill)
-    killer.start()
+    def wait() -> None:
+        while not happened():
+            time.sleep(0.2)
+        act()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    return thread
+
+
+def steps_written(run: Path) -> list[int]:
+    lines = (run / "metrics.jsonl").read_text().splitlines() if (run / "metrics.jsonl").is_file() else []
+    return [json.loads(line)["step"] for line in lines]
+
+
+def kill_explorer() -> None:
+    actors = ray.util.list_named_actors(all_namespaces=True)
+    namespace = next(actor["namespace"] for actor in actors if actor["name"] == "explorer")
+    ray.kill(ray.get_actor("explorer", namespace=namespace))
+
+
+def pid_of(pattern: str) -> int:
+    return int(subprocess.run(["pgrep", "-f", pattern], capture_output=True, text=True).stdout.split()[0])
+
+
+def test_a_killed_explorer_ends_the_run_and_the_same_command_goes_on(tasks: Path) -> None:
+    run = tasks.parent / "run"
+    settings = ("train_dataset.total_steps=6", "algorithm.save_interval_steps=2")
+    killer = once(lambda: 3 in steps_written(run), kill_explorer)
     begun = time.monotonic()
-    with pytest.raises(TrainingStoppedError) as caught:
-        train(flows.Slow, tasks, "train_dataset.total_steps=50")
+    with pytest.raises(TrainingStoppedError, match="trainer steps of 6"):
+        train(flows.Slow, tasks, *settings)
     killer.join()
     assert time.monotonic() - begun < 180
-    assert ("service" if victim == "service" else "steps") in str(caught.value)
-    assert read_episodes(tasks.parent / "run" / "episodes" / "train_000001.jsonl")
+    result = train(flows.Slow, tasks, *settings)
+    assert [metrics.step for metrics in result.history] == [1, 2, 3, 4, 5, 6]
+    for step in range(1, 7):
+        episodes = read_episodes(run / "episodes" / f"train_{step:06d}.jsonl")
+        assert sorted({episode["episode_id"] for episode in episodes}) == sorted(e["episode_id"] for e in episodes)
+        assert len(episodes) == 8
+        assert {call["policy_version"] for episode in episodes for call in episode["calls"]} == {step - 1}
+    assert all(abs(metrics.kl_to_sampler or 0) < 1e-6 for metrics in result.history)
+
+
+def test_a_killed_service_ends_the_run(tasks: Path) -> None:
+    run = tasks.parent / "run"
+    killer = once(
+        lambda: any((run / "episodes").glob("train_*")),
+        lambda: os.kill(pid_of(f"tinker_service {tasks.parent}"), signal.SIGKILL),
+    )
+    with pytest.raises(TrainingStoppedError, match="the Tinker service ended with status -9"):
+        train(flows.Slow, tasks, "train_dataset.total_steps=50")
+    killer.join()
+    assert read_episodes(run / "episodes" / "train_000001.jsonl")
+
+
+def test_a_trainer_that_hangs_ends_the_run_at_its_time_limit(tasks: Path) -> None:
+    run = tasks.parent / "run"
+    stopper = once(lambda: 1 in steps_written(run), lambda: os.kill(pid_of("^ray::Train"), signal.SIGSTOP))
+    begun = time.monotonic()
+    limits = ("workflow.timeout_s=5", "trinity.sync_timeout_s=20")
+    with pytest.raises(TrainingStoppedError):
+        train(flows.Slow, tasks, "train_dataset.total_steps=50", *limits)
+    stopper.join()
+    assert time.monotonic() - begun < 180
+    assert read_episodes(run / "episodes" / "train_000001.jsonl")
+
+
+def test_a_service_that_runs_elsewhere_gives_the_model_back(tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TINKER_API_KEY", "tml-a-key-of-this-test")
+    command = [str(Path(sys.executable).with_name("astuner")), "serve-tinker", "-m", "tiny-agent", "--port", "0"]
+    command += ["--folder", str(tasks.parent / "elsewhere")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as service:
+        try:
+            assert service.stdout is not None
+            url = next(line for line in service.stdout if "TINKER_BASE_URL" in line).strip().partition("=")[2]
+            result = train(flows.scored, tasks, f"model.tinker_config={{base_url: '{url}'}}", held_out=True)
+        finally:
+            service.terminate()
+    assert result.checkpoint == result.run_dir / "checkpoints" / "step_2"
+    AutoModelForCausalLM.from_pretrained(result.checkpoint)
+    assert set(result.eval_after) == {"greedy", "sampled"}
 
 
 def test_a_wrong_model_path_is_told_before_anything_starts(tasks: Path) -> None:

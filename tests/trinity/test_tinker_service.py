@@ -14,10 +14,14 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from peft import LoraConfig as PeftLoraConfig
+from peft import get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agentscope_tuner import TunerModelConfig
+from agentscope_tuner.backends.trinity.export import download_model, merge_adapter
 from agentscope_tuner.config import EngineConfig
+from agentscope_tuner.errors import TrainingStoppedError
 from agentscope_tuner.tinker_service import Service, TinkerServer
 
 os.environ["TINKER_TELEMETRY"] = "0"
@@ -283,6 +287,49 @@ def test_training_goes_on_from_a_checkpoint(served: Served, trainer: tinker.Trai
         rest = served.client().create_rest_client()
     rest.delete_checkpoint(trainer.model_id, "first").result()
     assert not served.service._folder_of(path).exists()
+
+
+def test_weights_are_given_away(
+    served: Served, trainer: tinker.TrainingClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TINKER_API_KEY", KEY)
+    trainer.forward_backward(a_batch("cross_entropy"), "cross_entropy")
+    trainer.optim_step(SGD_LIKE).result()
+    path = trainer.save_state("to-export").result().path
+    model = TunerModelConfig(model_path=served.service.directory)
+    download_model(served.url, path, model, tmp_path / "step_1")
+    assert [file.name for file in tmp_path.iterdir()] == ["step_1"]
+    there = served.service.training(trainer.model_id).loaded.trainable_parameters()
+    for name, parameter in AutoModelForCausalLM.from_pretrained(tmp_path / "step_1").named_parameters():
+        assert torch.equal(parameter, there[name]), name
+    AutoTokenizer.from_pretrained(tmp_path / "step_1")
+    with pytest.raises(TrainingStoppedError, match="no checkpoint `tinker://nobody/weights/none`"):
+        download_model(served.url, "tinker://nobody/weights/none", model, tmp_path / "step_2")
+
+
+def test_only_signed_addresses_are_served_without_the_key(served: Served, trainer: tinker.TrainingClient) -> None:
+    path = trainer.save_weights_external("taken").result().path
+    listing = f"{served.url}/api/v1/training_runs/{trainer.model_id}/checkpoints/external_weights/taken"
+    assert httpx.get(f"{listing}/external_weights_urls").status_code == 401
+    signed = httpx.get(f"{listing}/external_weights_urls", headers={"x-api-key": KEY}).json()["urls"]["config.json"]
+    assert httpx.get(signed).json()["model_type"]
+    assert httpx.get(signed.replace("config.json", "nothing.json")).status_code == 404
+    assert httpx.get(signed.replace("config.json", "..%2f..%2f..%2fetc%2fpasswd")).status_code == 404
+    assert httpx.get(f"{served.url}/downloads/guessed/config.json").status_code == 403
+    assert served.service.checkpoint(path).is_dir()
+
+
+def test_an_adapter_that_a_service_gave_is_merged(tiny_model_dir: Path, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    form = PeftLoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model_dir), form)
+    adapted.save_pretrained(tmp_path / "adapter")
+    merge_adapter(tmp_path / "adapter", TunerModelConfig(model_path=str(tiny_model_dir)), tmp_path / "whole")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
+    ids = torch.tensor([PROMPT])
+    with torch.no_grad():
+        assert torch.allclose(merged(ids).logits, adapted.eval()(ids).logits, atol=1e-5)
+    AutoTokenizer.from_pretrained(tmp_path / "whole")
 
 
 def test_adapters_of_the_rank_that_was_asked_for(tiny_model_dir: Path, tmp_path: Path) -> None:

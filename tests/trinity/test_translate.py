@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 from trinity.common.constants import SyncMethod, SyncStyle
+from trinity_workflows import scored
 
-from agentscope_tuner import doctor
+from agentscope_tuner import doctor, tune
 from agentscope_tuner.backends.trinity.run import with_route
 from agentscope_tuner.backends.trinity.translate import check_settings, translate
 from agentscope_tuner.config import TunerConfig, load_config
@@ -170,6 +171,23 @@ def test_what_trinity_would_not_do_is_refused(setting: str, key: str) -> None:
 def test_what_a_tinker_service_would_not_do_is_refused(setting: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         configured(*BASE, setting, gpus=0)
+
+
+def shown_errors() -> list[tuple[str, ...]]:
+    """The rows of the table in the page about errors, each with the settings that provoke it."""
+    page = (
+        (ROOT / "docs" / "errors.md").read_text().partition("\n## Settings for Trinity-RFT\n")[2].partition("\n## ")[0]
+    )
+    messages = [line.strip("| ").split(" | ")[0] for line in page.splitlines() if line.startswith("| ")][1:]
+    provoking = ["algorithm.kl_coef=0.1", "trinity.route=verl", "trinity.ray_address=127.0.0.1:6390"]
+    provoking.append("trinity.settings={trainer.nothing: 1}")
+    return list(zip(messages, provoking, strict=True))
+
+
+@pytest.mark.parametrize(("message", "setting"), shown_errors())
+def test_errors_that_are_shown_are_the_real_ones(message: str, setting: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=".*".join(map(re.escape, message.split("...")))):
+        tune(scored, overrides=[*BASE, f"output_dir={tmp_path}", setting])
 
 
 def test_the_doctor_sees_what_the_backend_needs() -> None:

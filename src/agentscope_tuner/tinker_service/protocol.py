@@ -137,7 +137,7 @@ class OptimStep(_Request):
 
 
 class SaveWeights(_Request):
-    """`save_weights` and `save_weights_for_sampler`."""
+    """`save_weights`, `save_weights_for_sampler` and `save_weights_external`."""
 
     model_id: str
     path: str | None = None

@@ -10,13 +10,15 @@ import secrets
 import socket
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
 from agentscope_tuner.errors import CheckpointError, EpisodeFailure
@@ -36,7 +38,7 @@ from agentscope_tuner.tinker_service.protocol import (
     parse_forward_backward,
     sample_response,
 )
-from agentscope_tuner.tinker_service.service import Service
+from agentscope_tuner.tinker_service.service import CheckpointKind, Service
 
 _logger = logging.getLogger(__name__)
 
@@ -46,6 +48,7 @@ _PATIENCE_S = 20.0
 """A client that asks for a result that is not there yet is answered after this long, and asks again."""
 _KEPT_RESULTS = 4096
 """Results that were fetched stay for a while: an answer may get lost on its way."""
+_SIGNED_FOR = timedelta(hours=1)
 _PROTO = "application/x-protobuf"
 
 _Answer = bytes | Mapping[str, Any]
@@ -61,6 +64,8 @@ class TinkerServer:
         self._futures: OrderedDict[str, asyncio.Task[_Answer]] = OrderedDict()
         self._samplers: dict[str, str | None] = {}
         """Sampling sessions, and the checkpoints they sample from."""
+        self._grants: dict[str, tuple[Path, datetime]] = {}
+        """Checkpoints whose files may be fetched without the key, and until when."""
 
     async def serve(self, listener: socket.socket) -> None:
         """Answer requests until cancelled or interrupted."""
@@ -102,6 +107,7 @@ class TinkerServer:
             "optim_step": self._optim_step,
             "save_weights": self._save_weights,
             "save_weights_for_sampler": self._save_for_sampler,
+            "save_weights_external": self._save_external,
             "load_weights": self._load_weights,
             "retrieve_future": self._retrieve_future,
         }
@@ -112,13 +118,12 @@ class TinkerServer:
         }
         routes = [Route(f"/api/v1/{path}", self._guarded(handler), methods=["POST"]) for path, handler in posts.items()]
         routes += [Route(f"/api/v1/{path}", self._guarded(handler), methods=["GET"]) for path, handler in gets.items()]
-        routes.append(
-            Route(
-                "/api/v1/training_runs/{model_id}/checkpoints/{name:path}",
-                self._guarded(self._delete_checkpoint),
-                methods=["DELETE"],
-            )
-        )
+        checkpoints = "/api/v1/training_runs/{model_id}/checkpoints"
+        routes += [
+            Route(f"{checkpoints}/external_weights/{{name}}/external_weights_urls", self._guarded(self._sign)),
+            Route(f"{checkpoints}/{{name:path}}", self._guarded(self._delete_checkpoint), methods=["DELETE"]),
+            Route("/downloads/{grant}/{file:path}", self._download),
+        ]
         return Starlette(routes=routes, exception_handlers={HTTPException: _no_route})
 
     def _guarded(self, handler: _Handler) -> Callable[[Request], Awaitable[Response]]:
@@ -233,25 +238,44 @@ class TinkerServer:
         return self._promise(work())
 
     async def _save_weights(self, request: Request) -> _Answer:
-        asked = parse(SaveWeights, await request.body())
-
-        async def work() -> _Answer:
-            path = await self._service.save(asked.model_id, asked.path, for_sampler=False)
-            return {"path": path, "type": "save_weights"}
-
-        return self._promise(work())
+        return self._saved(parse(SaveWeights, await request.body()), "weights", "save_weights")
 
     async def _save_for_sampler(self, request: Request) -> _Answer:
         asked = parse(SaveWeights, await request.body())
+        return self._saved(asked, "sampler_weights", "save_weights_for_sampler")
 
+    async def _save_external(self, request: Request) -> _Answer:
+        return self._saved(parse(SaveWeights, await request.body()), "external_weights", "save_weights_external")
+
+    def _saved(self, asked: SaveWeights, kind: CheckpointKind, answer_type: str) -> _Answer:
         async def work() -> _Answer:
-            path = await self._service.save(asked.model_id, asked.path, for_sampler=True)
-            answer = {"path": path, "type": "save_weights_for_sampler"}
+            path = await self._service.save(asked.model_id, asked.path, kind)
+            answer = {"path": path, "type": answer_type}
             if asked.sampling_session_seq_id is not None and asked.path is None:
                 answer["sampling_session_id"] = self._open_sampler(path)
             return answer
 
         return self._promise(work())
+
+    async def _sign(self, request: Request) -> _Answer:
+        """Addresses that need no key, for a while, of all files of a checkpoint that was saved to be taken away."""
+        model_id, name = request.path_params["model_id"], request.path_params["name"]
+        folder = self._service.checkpoint(f"tinker://{model_id}/external_weights/{name}")
+        expires = datetime.now(UTC) + _SIGNED_FOR
+        grant = secrets.token_urlsafe(16)
+        self._grants[grant] = (folder, expires)
+        files = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+        base = f"{str(request.base_url).rstrip('/')}/downloads/{grant}"
+        return {"urls": {file: f"{base}/{file}" for file in files}, "expires": expires.isoformat()}
+
+    async def _download(self, request: Request) -> Response:
+        folder, expires = self._grants.get(request.path_params["grant"], (None, None))
+        if folder is None or expires is None or expires < datetime.now(UTC):
+            return _json({"detail": "this address has expired; ask for a new one"}, 403)
+        file = (folder / request.path_params["file"]).resolve()
+        if not file.is_relative_to(folder.resolve()) or not file.is_file():
+            return _json({"detail": "the checkpoint has no such file"}, 404)
+        return FileResponse(file)
 
     async def _load_weights(self, request: Request) -> _Answer:
         asked = parse(LoadWeights, await request.body())

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar, get_args
 
 import numpy as np
 import torch
@@ -43,6 +43,8 @@ T = TypeVar("T")
 
 _SCHEME = "tinker://"
 _NAME = re.compile(r"[\w.:\-]{1,200}")
+CheckpointKind = Literal["weights", "sampler_weights", "external_weights"]
+"""To train on, to sample from, and to take away."""
 _ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 _MLP = ["gate_proj", "up_proj", "down_proj"]
 
@@ -141,14 +143,14 @@ class Service:
         """Update the weights from the gradients gathered."""
         return await self._train(self._optim_step, model_id, params)
 
-    async def save(self, model_id: str, name: str | None, *, for_sampler: bool) -> str:
-        """Write a checkpoint, for the sampler without the optimizer's state; returns its path.
+    async def save(self, model_id: str, name: str | None, kind: CheckpointKind) -> str:
+        """Write a checkpoint, with the optimizer's state if it is to train on; returns its path.
 
         Raises:
             UserError: the name cannot be a file's.
             CheckpointError: it cannot be written.
         """
-        return await self._train(self._save, model_id, name, for_sampler)
+        return await self._train(self._save, model_id, name, kind)
 
     async def _train(self, work: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
         async with self._turn:
@@ -226,13 +228,13 @@ class Service:
         limit = params.grad_clip_norm if params.grad_clip_norm > 0 else torch.inf
         return {"grad_norm": optimizer.step(params.learning_rate, limit)}
 
-    def _save(self, model_id: str, name: str | None, for_sampler: bool) -> str:
+    def _save(self, model_id: str, name: str | None, kind: CheckpointKind) -> str:
         training = self.training(model_id)
         name = name or secrets.token_hex(4)
         if not _NAME.fullmatch(name) or name.startswith("."):
             raise UserError(f"a checkpoint cannot be called `{name}`; use letters, digits, `.`, `-` and `_`")
-        path = f"{_SCHEME}{model_id}/{'sampler_weights' if for_sampler else 'weights'}/{name}"
-        optimizer = None if for_sampler else self._optimizer(training, AdamParams())
+        path = f"{_SCHEME}{model_id}/{kind}/{name}"
+        optimizer = self._optimizer(training, AdamParams()) if kind == "weights" else None
         updates = training.optimizer.updates if training.optimizer is not None else 0
         lora = training.loaded.lora
         state = TrainerState(updates, updates, 0, lora=None if lora is None else lora.model_dump())
@@ -258,7 +260,7 @@ class Service:
         Raises:
             UserError: there is none of this name.
         """
-        kinds = [""] if "/" in name else ["sampler_weights/", "weights/"]  # a bare name is of either kind
+        kinds = [""] if "/" in name else [f"{kind}/" for kind in get_args(CheckpointKind)]  # a bare name is of any kind
         found = [folder for kind in kinds if (folder := self._folder_of(f"{_SCHEME}{model_id}/{kind}{name}")).is_dir()]
         if not found:
             raise UserError(f"there is no checkpoint `{name}` of model `{model_id}`")

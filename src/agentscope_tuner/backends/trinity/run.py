@@ -26,9 +26,10 @@ from trinity.common.config import Config
 
 from agentscope_tuner.backends.evaluation import evaluate_policy
 from agentscope_tuner.backends.trinity.adapter import RunSpec
+from agentscope_tuner.backends.trinity.export import copy_model, download_model
 from agentscope_tuner.backends.trinity.policies import TinkerPolicy, policy_model
 from agentscope_tuner.backends.trinity.recording import Progress, RunRecorder
-from agentscope_tuner.backends.trinity.translate import check_settings, translate, uses_own_service
+from agentscope_tuner.backends.trinity.translate import check_settings, group_timeout_s, translate, uses_own_service
 from agentscope_tuner.config import TunerConfig
 from agentscope_tuner.engine.models import load_reader, model_directory
 from agentscope_tuner.errors import ConfigError, TooManyFailuresError, TrainingStoppedError
@@ -70,6 +71,7 @@ class TrinityRun:
         if config.train_dataset is None:
             raise ConfigError("`train_dataset` is required for training; pass it to `tune()` or set it in the YAML")
         self.dataset = config.train_dataset
+        check_settings(config)
         self.config = config
         self.workflow = workflow
         self.judge = judge
@@ -240,7 +242,8 @@ class TrinityRun:
         """Run Trinity's stage in a process of its own, and watch it.
 
         Raises:
-            TrainingStoppedError: it failed, or did less than was asked.
+            TrainingStoppedError: it failed, did less than was asked, or nothing is heard of it any more.
+            TooManyFailuresError: its episodes fail.
         """
         answer = self._own / "stage.json"
         answer.unlink(missing_ok=True)
@@ -264,9 +267,19 @@ class TrinityRun:
             process.stdin.close()
             stop = ""
             self.view.phase("rollout", 0)
+            patience_s = self.config.trinity.sync_timeout_s + group_timeout_s(self.config)
+            deadline = time.monotonic() + patience_s
             while process.poll() is None and not stop:
                 time.sleep(_POLL_S)
+                before = self._shown
                 stop = self._show(recorder)
+                if self._shown != before:
+                    deadline = time.monotonic() + patience_s
+                if time.monotonic() > deadline:
+                    raise TrainingStoppedError(
+                        f"nothing was heard of Trinity for {patience_s:.0f} s, which is `trinity.sync_timeout_s` and "
+                        f"the time a group may take; its log is `{log_path}`"
+                    )
                 if service is not None and service.process is not None and service.process.poll() is not None:
                     raise TrainingStoppedError(
                         f"the Tinker service ended with status {service.process.returncode}; see "
@@ -308,7 +321,8 @@ class TrinityRun:
 
     def _evaluate(self, weights: Path) -> dict[str, EvalResult]:
         """Evaluate the finished model, as the embedded engine does; Trinity ends without."""
-        return run_to_end(self._evaluations((weights / "remote_checkpoint_path.txt").read_text().strip()))
+        paths = (weights / f"remote_{kind}_path.txt" for kind in ("sampler", "checkpoint"))
+        return run_to_end(self._evaluations(next(path for path in paths if path.is_file()).read_text().strip()))
 
     async def _evaluations(self, path: str) -> dict[str, EvalResult]:
         model = policy_model(self.config.model, TinkerPolicy)
@@ -328,20 +342,13 @@ class TrinityRun:
         """The finished model as a Hugging Face directory in the run folder."""
         target = self.folder.checkpoints_dir / f"step_{self.steps}"
         if service is None:
-            source = weights / "actor" / "huggingface"
+            copy_model(weights / "actor" / "huggingface", target)
+            return target
+        path = (weights / "remote_checkpoint_path.txt").read_text().strip()
+        if service.folder is None:
+            download_model(service.base_url, path, self.config.model, target)
         else:
-            path = (weights / "remote_checkpoint_path.txt").read_text().strip()
-            if service.folder is None:
-                self.view.message(f"the finished weights are on the Tinker service, as {path}")
-                return weights
-            source = service.folder.joinpath(*path.removeprefix("tinker://").split("/"))
-        if not (source / "config.json").is_file():
-            raise TrainingStoppedError(f"Trinity left no Hugging Face model in `{source}`")
-        draft = target.with_name(f".{target.name}.partial")
-        shutil.rmtree(draft, ignore_errors=True)
-        shutil.copytree(source, draft)
-        shutil.rmtree(target, ignore_errors=True)
-        draft.rename(target)
+            copy_model(service.folder.joinpath(*path.removeprefix("tinker://").split("/")), target)
         return target
 
 

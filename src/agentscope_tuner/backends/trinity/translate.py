@@ -41,7 +41,7 @@ _UNBOUND = 1e9
 
 
 def check_settings(config: TunerConfig) -> None:
-    """Refuse what this backend would not honour.
+    """Refuse what this backend would not honour; with `trinity.route: auto`, whatever the route will be.
 
     Raises:
         ConfigError: names the setting, why, and what to do.
@@ -68,6 +68,8 @@ def check_settings(config: TunerConfig) -> None:
     for wrong, key, why in refusals:
         if wrong:
             raise ConfigError(f"backend `trinity` does not honour `{key}`: {why}; remove it, or use `backend: local`")
+    for key, value in config.trinity.settings.items():
+        _set(Config(), key, value)
     if config.trinity.route == "tinker":
         if model.lora is not None and (model.lora.alpha != 32 or model.lora.target_modules != "all-linear"):
             raise ConfigError("a Tinker service takes the rank of adapters only; set nothing else in `model.lora`")
@@ -83,6 +85,11 @@ def check_settings(config: TunerConfig) -> None:
 def uses_own_service(config: TunerConfig) -> bool:
     """Whether the embedded engine computes, as a Tinker service that this run starts."""
     return config.trinity.route != "verl" and not (config.model.tinker_config or {}).get("base_url")
+
+
+def group_timeout_s(config: TunerConfig) -> float:
+    """How long Trinity waits for a group: its episodes have time limits of their own, and judges take some more."""
+    return config.workflow.timeout_s * 2 + 60
 
 
 def translate(
@@ -111,9 +118,6 @@ def translate(
         spec: what the adapter has to know.
         recorder: name of the actor that hears of everything.
         base_url: of the Tinker service, if one is used.
-
-    Raises:
-        ConfigError: a setting in `trinity.settings` does not exist.
     """
     model, algorithm, trinity = config.model, config.algorithm, config.trinity
     tinker = base_url is not None
@@ -192,7 +196,7 @@ def translate(
         ),
         explorer=ExplorerConfig(
             runner_per_model=trinity.runners,
-            max_timeout=int(config.workflow.timeout_s * 2 + 60),
+            max_timeout=int(group_timeout_s(config)),
             max_retry_times=0,
             concurrent_mode="sequential",
             rollout_model=InferenceModelConfig(
