@@ -6,6 +6,7 @@ import asyncio
 import os
 import socket
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,7 +23,8 @@ from agentscope_tuner import TunerModelConfig
 from agentscope_tuner.backends.trinity.export import download_model, merge_adapter
 from agentscope_tuner.config import EngineConfig
 from agentscope_tuner.errors import TrainingStoppedError
-from agentscope_tuner.tinker_service import Service, TinkerServer
+from agentscope_tuner.tinker_service import Service, TinkerServer, server
+from agentscope_tuner.tinker_service.protocol import UserError
 
 os.environ["TINKER_TELEMETRY"] = "0"
 with warnings.catch_warnings():
@@ -305,6 +307,36 @@ def test_weights_are_given_away(
     AutoTokenizer.from_pretrained(tmp_path / "step_1")
     with pytest.raises(TrainingStoppedError, match="no checkpoint `tinker://nobody/weights/none`"):
         download_model(served.url, "tinker://nobody/weights/none", model, tmp_path / "step_2")
+
+
+def test_what_a_client_trained_is_let_go_when_it_ends(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    def begin() -> tuple[tinker.ServiceClient, str]:
+        client = served.client()
+        return client, client.create_lora_training_client(base_model=served.service.directory).result().model_id
+
+    (closing, first), (_, second), (_, third) = begin(), begin(), begin()
+    closing.close("success").result()
+    with pytest.raises(UserError, match="no model"):
+        served.service.training(first)
+    monkeypatch.setattr(server, "_SILENCE_S", 1.0)
+    time.sleep(1.2)  # less than the time between two heartbeats of a client
+    answer = httpx.post(
+        f"{served.url}/api/v1/session_heartbeat",
+        json={"session_id": third.partition(":")[0]},
+        headers={"x-api-key": KEY},
+    )
+    assert answer.status_code == 200
+    assert served.service.training(third)
+    with pytest.raises(UserError, match="no model"):
+        served.service.training(second)
+
+
+def test_any_whole_number_is_a_seed(served: Served) -> None:
+    sampler = served.client().create_sampling_client(base_model=served.service.directory).result()
+    for seed in (-1, 2**63 - 1):
+        params = types.SamplingParams(max_tokens=2, seed=seed)
+        prompt = types.ModelInput.from_ints(PROMPT)
+        assert sampler.sample(prompt, num_samples=1, sampling_params=params).result().sequences
 
 
 def test_only_signed_addresses_are_served_without_the_key(served: Served, trainer: tinker.TrainingClient) -> None:

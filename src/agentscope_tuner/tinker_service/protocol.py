@@ -84,6 +84,12 @@ class SampleRequest(_Request):
     topk_prompt_logprobs: int = Field(default=0, ge=0)
 
 
+class OfSession(_Request):
+    """Requests that name nothing but a session."""
+
+    session_id: str
+
+
 class Lora(_Request):
     """The form of an adapter."""
 

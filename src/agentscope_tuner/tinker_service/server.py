@@ -8,6 +8,7 @@ import json
 import logging
 import secrets
 import socket
+import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
 from datetime import UTC, datetime, timedelta
@@ -27,6 +28,7 @@ from agentscope_tuner.tinker_service.protocol import (
     CreateSampler,
     LoadWeights,
     OfModel,
+    OfSession,
     OptimStep,
     RetrieveFuture,
     SampleRequest,
@@ -48,6 +50,8 @@ _PATIENCE_S = 20.0
 """A client that asks for a result that is not there yet is answered after this long, and asks again."""
 _KEPT_RESULTS = 4096
 """Results that were fetched stay for a while: an answer may get lost on its way."""
+_SILENCE_S = 900.0
+"""Clients say every few seconds that they are there; one that does not any more has ended without saying so."""
 _SIGNED_FOR = timedelta(hours=1)
 _PROTO = "application/x-protobuf"
 
@@ -64,6 +68,8 @@ class TinkerServer:
         self._futures: OrderedDict[str, asyncio.Task[_Answer]] = OrderedDict()
         self._samplers: dict[str, str | None] = {}
         """Sampling sessions, and the checkpoints they sample from."""
+        self._heard: dict[str, float] = {}
+        """Sessions, and when their clients were last heard of."""
         self._grants: dict[str, tuple[Path, datetime]] = {}
         """Checkpoints whose files may be fetched without the key, and until when."""
 
@@ -97,7 +103,7 @@ class TinkerServer:
             "telemetry": self._telemetry,
             "create_session": self._create_session,
             "session_heartbeat": self._heartbeat,
-            "sessions/{session_id}/finish": self._nothing,
+            "sessions/{session_id}/finish": self._finish_session,
             "create_model": self._create_model,
             "get_info": self._get_info,
             "weights_info": self._weights_info,
@@ -178,10 +184,25 @@ class TinkerServer:
         return {"status": "ok"}
 
     async def _create_session(self, request: Request) -> _Answer:
-        return {"type": "create_session", "session_id": secrets.token_hex(8)}
+        session_id = secrets.token_hex(8)
+        self._heard[session_id] = time.monotonic()
+        return {"type": "create_session", "session_id": session_id}
 
     async def _heartbeat(self, request: Request) -> _Answer:
+        now = time.monotonic()
+        self._heard[parse(OfSession, await request.body()).session_id] = now
+        for session_id in [one for one, heard in self._heard.items() if now - heard > _SILENCE_S]:
+            self._forget(session_id)
         return {"type": "session_heartbeat"}
+
+    async def _finish_session(self, request: Request) -> _Answer:
+        self._forget(request.path_params["session_id"])
+        return {}
+
+    def _forget(self, session_id: str) -> None:
+        """Nobody comes back for what a session trained, so its memory is free."""
+        self._heard.pop(session_id, None)
+        self._service.forget(session_id)
 
     async def _capabilities(self, request: Request) -> _Answer:
         length = self._service.model.max_model_len

@@ -45,6 +45,7 @@ _SCHEME = "tinker://"
 _NAME = re.compile(r"[\w.:\-]{1,200}")
 CheckpointKind = Literal["weights", "sampler_weights", "external_weights"]
 """To train on, to sample from, and to take away."""
+_32_BITS = 0xFFFFFFFF
 _ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 _MLP = ["gate_proj", "up_proj", "down_proj"]
 
@@ -165,6 +166,11 @@ class Service:
         if model_id not in self._training:
             raise UserError(f"there is no model `{model_id}` in training here; it may have ended with the service")
         return self._training[model_id]
+
+    def forget(self, session_id: str) -> None:
+        """Let go of the models that a session trained; its checkpoints stay."""
+        for model_id in [one for one in self._training if one.startswith(f"{session_id}:")]:
+            del self._training[model_id]
 
     def _create(self, model_id: str, lora: Lora | None) -> None:
         if lora is not None and lora.seed is not None:
@@ -306,7 +312,8 @@ class Service:
         try:
             # A client sends one seed with all its requests; equal prompts are to get different answers all the same.
             streams = [
-                zlib.crc32(f"{seed}/{request.sampling_session_id}/{request.seq_id}/{number}".encode()) | seed << 32
+                zlib.crc32(f"{seed}/{request.sampling_session_id}/{request.seq_id}/{number}".encode())
+                | (seed & _32_BITS) << 32
                 for number in range(request.num_samples)
             ]
             return list(
