@@ -25,13 +25,9 @@ from agentscope_tuner.config import AlgorithmConfig, EngineConfig
 from agentscope_tuner.engine.decoder import kernels_for
 from agentscope_tuner.engine.models import LoadedModel
 from agentscope_tuner.engine.optimizer import Optimizer
-from agentscope_tuner.engine.trainable import choose_forward
-from agentscope_tuner.engine.tree_attention import TreeLayout
+from agentscope_tuner.engine.trainable import choose_forward, head_rows, run_tree
 from agentscope_tuner.errors import ParityError
 from agentscope_tuner.types import ModelCall
-
-_HEAD_ELEMENTS = 2**24
-"""Logits computed at once."""
 
 
 @dataclass(slots=True)
@@ -285,12 +281,9 @@ class Learner:
 
     def _hidden(self, loaded: LoadedModel, tree: PackedTree, entries: Entries) -> Tensor:
         """Hidden states (n, D) that predict the entries' tokens."""
-        device = loaded.device
-        ids = torch.tensor([tree.ids], device=device)
-        positions = torch.tensor([tree.positions], device=device)
         forward = self._forward if loaded is self._loaded else loaded.hidden_states
-        hidden = forward(ids, positions, TreeLayout(tree, device, self._kernels))
-        return hidden[0].index_select(0, entries.hidden.to(device))
+        hidden = run_tree(forward, tree, loaded.device, self._kernels)
+        return hidden.index_select(0, entries.hidden.to(loaded.device))
 
     def _parity_error(self, call: ModelCall, gap: float) -> ParityError:
         return ParityError(
@@ -352,7 +345,7 @@ def token_logprobs(logits: Tensor, tokens: Tensor, column: _EntryColumns, rows: 
 
 
 def _chunks(n: int, vocabulary: int) -> Iterator[slice]:
-    size = max(1, _HEAD_ELEMENTS // vocabulary)
+    size = head_rows(vocabulary)
     for start in range(0, n, size):
         yield slice(start, min(n, start + size))
 

@@ -16,11 +16,7 @@ from agentscope_tuner.algorithms.packing import PackedTree, pack
 from agentscope_tuner.config import EngineConfig
 from agentscope_tuner.engine.decoder import kernels_for
 from agentscope_tuner.engine.models import LoadedModel
-from agentscope_tuner.engine.trainable import choose_forward
-from agentscope_tuner.engine.tree_attention import TreeLayout
-
-_HEAD_ELEMENTS = 2**24
-"""Logits computed at once."""
+from agentscope_tuner.engine.trainable import choose_forward, head_rows, run_tree
 
 EntryLoss = Callable[[Tensor, Tensor], Tensor]
 """From log-probabilities (n,) and the entries (n,) they belong to, to a scalar."""
@@ -87,7 +83,7 @@ class Scorer:
         """The distribution after each place of one sequence, as blocks (n, V) of log-probabilities."""
         tree = pack([list(ids)], max_tokens=self._max_tokens)[0]
         hidden = self._hidden(tree)
-        for nodes in hidden.split(max(1, _HEAD_ELEMENTS // self._loaded.vocabulary)):
+        for nodes in hidden.split(head_rows(self._loaded.vocabulary)):
             yield torch.log_softmax(self._loaded.head(nodes).float(), -1)
 
     def _pack(self, rows: Sequence[Row]) -> list[PackedTree]:
@@ -95,10 +91,7 @@ class Scorer:
 
     def _hidden(self, tree: PackedTree) -> Tensor:
         """(N, D) of the packed tokens."""
-        device = self._loaded.device
-        ids = torch.tensor([tree.ids], device=device)
-        positions = torch.tensor([tree.positions], device=device)
-        return self._forward(ids, positions, TreeLayout(tree, device, self._kernels))[0]
+        return run_tree(self._forward, tree, self._loaded.device, self._kernels)
 
     def _chunks(self, tree: PackedTree, rows: Sequence[Row]) -> Iterator[_Chunk]:
         """The tree's entries, by the packed token they follow."""
@@ -108,7 +101,7 @@ class Scorer:
         targets = torch.cat([torch.tensor(rows[member].targets) for member in tree.members])
         order = nodes.argsort()
         entries, nodes, targets = entries[order], nodes[order], targets[order]
-        size = max(1, _HEAD_ELEMENTS // self._loaded.vocabulary)
+        size = head_rows(self._loaded.vocabulary)
         for start in range(0, len(tree.ids), size):
             low, high = torch.searchsorted(nodes, torch.tensor([start, start + size])).tolist()
             if low < high:

@@ -13,15 +13,29 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from agentscope_tuner.algorithms.packing import PackedTree
 from agentscope_tuner.engine.attention import CausalLayout, Layout
 from agentscope_tuner.engine.decoder import has_fused_form, rotary_table
 from agentscope_tuner.engine.models import LoadedModel
 from agentscope_tuner.engine.native import NativeKernels
+from agentscope_tuner.engine.tree_attention import TreeLayout
 
 _TOLERANCE = 1e-4
 
 Forward = Callable[[Tensor, Tensor, Layout], Tensor]
 """From token ids and absolute positions (1, N) to hidden states (1, N, D)."""
+_HEAD_ELEMENTS = 2**24
+
+
+def run_tree(forward: Forward, tree: PackedTree, device: torch.device, kernels: NativeKernels | None) -> Tensor:
+    """Hidden states (N, D) of a tree's N packed tokens."""
+    ids, positions = (torch.tensor([values], device=device) for values in (tree.ids, tree.positions))
+    return forward(ids, positions, TreeLayout(tree, device, kernels))[0]
+
+
+def head_rows(vocabulary: int) -> int:
+    """How many rows of logits are computed at once: the whole matrix of a batch would be larger than all the rest."""
+    return max(1, _HEAD_ELEMENTS // vocabulary)
 
 
 class _Norm(torch.autograd.Function):
