@@ -157,6 +157,7 @@ class TrinityRun:
             return
         given = (self.config.model.tinker_config or {}).get("base_url")
         if given:
+            os.environ["TINKER_BASE_URL"] = given
             yield _Service(given, self.model_path, None, None)
             return
         folder = self._own / "service"
