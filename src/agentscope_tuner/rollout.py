@@ -8,7 +8,7 @@ import threading
 import time
 import traceback
 import zlib
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -88,6 +88,7 @@ class Rollout:
         params: SamplingParams | None = None,
         branching: BranchingConfig | None = None,
         cast_of: Callable[[str], Cast] | None = None,
+        whole: bool = True,
     ) -> list[EpisodeGroup]:
         """Run every task `group_size` times, as many at once as `max_concurrency` allows.
 
@@ -99,6 +100,7 @@ class Rollout:
             params: how to sample, where it differs from the model's own.
             branching: which episodes are continued anew from one of their turns.
             cast_of: who plays in a group, by the group's name, where that changes.
+            whole: these are all groups of a batch, so a target that none of their episodes knows is a mistake.
 
         Raises:
             TunerError: something that is wrong with the run, not with an episode.
@@ -139,17 +141,9 @@ class Rollout:
             EpisodeGroup(task, [episode.result() for episode in episodes])
             for task, episodes in zip(tasks, running, strict=True)
         ]
-        self._check_targets(groups)
+        if whole and any(group.succeeded for group in groups):
+            check_targets(self.trainable_targets, self.registered)
         return groups
-
-    def _check_targets(self, groups: Sequence[EpisodeGroup]) -> None:
-        """A target that no episode knows is a mistake, even where others are trained."""
-        unknown = sorted(set(self.trainable_targets or ()) - self.registered)
-        if unknown and any(group.succeeded for group in groups):
-            raise RoleError(
-                f"`trainable_targets` names `{unknown[0]}`, which no episode registered; registered: "
-                f"{', '.join(f'`{role}`' for role in sorted(self.registered)) or 'none'}"
-            )
 
     async def run_episode(self, task: WorkflowTask, params: SamplingParams | None = None) -> Episode:
         """Run one episode; a failure is recorded in it.
@@ -349,6 +343,20 @@ def _reward_by_role(reward: float | dict[str, float], recorder: Recorder) -> dic
     if missing:
         raise RewardError(f"role `{missing[0]}` is trained and spoke, but the reward names only {sorted(reward)}")
     return {role: float(reward[role]) for role in spoke}
+
+
+def check_targets(targets: Sequence[str] | None, registered: Collection[str]) -> None:
+    """A target that no episode of a batch knows is a mistake, even where others are trained.
+
+    Raises:
+        RoleError: names it.
+    """
+    unknown = sorted(set(targets or ()) - set(registered))
+    if unknown:
+        raise RoleError(
+            f"`trainable_targets` names `{unknown[0]}`, which no episode registered; registered: "
+            f"{', '.join(f'`{role}`' for role in sorted(registered)) or 'none'}"
+        )
 
 
 def run_to_end(work: Coroutine[Any, Any, T]) -> T:

@@ -19,7 +19,7 @@ import trinity_workflows as flows
 from transformers import AutoModelForCausalLM
 
 from agentscope_tuner import DatasetConfig, TuneResult, tune
-from agentscope_tuner.errors import ConfigError, ModelError, TooManyFailuresError, TrainingStoppedError
+from agentscope_tuner.errors import ConfigError, ModelError, RoleError, TooManyFailuresError, TrainingStoppedError
 from agentscope_tuner.reporting import read_episodes
 
 ROOT = Path(__file__).parents[2]
@@ -96,6 +96,20 @@ def test_a_function_with_a_reward_and_resuming(tasks: Path) -> None:
     assert played[2][0]["calls"][0]["policy_version"] == 2
 
 
+def test_evaluations_between_steps_and_at_the_last(tasks: Path) -> None:
+    settings = ("train_dataset.total_steps=4", "algorithm.eval_interval_steps=2")
+    result = train(flows.scored, tasks, *settings, held_out=True)
+    assert [metrics.step for metrics in result.history] == [0, 1, 2, 3, 4]
+    # Trinity evaluates in steps 2 and 4, before it synchronizes their updates; the finished model is evaluated by us.
+    evaluated = [metrics.step for metrics in result.history if metrics.eval_reward_mean is not None]
+    assert evaluated == [0, 1, 3, 4]
+    for step in evaluated:
+        for decoding in ("greedy", "sampled"):
+            episodes = read_episodes(result.run_dir / "episodes" / f"eval_{decoding}_{step:06d}.jsonl")
+            assert len(episodes) == 4
+            assert {call["policy_version"] for episode in episodes for call in episode["calls"]} == {step}
+
+
 def test_a_function_with_a_judge(tasks: Path) -> None:
     result = train(flows.answered, tasks, judge=flows.judged)
     assert result.history[-1].extra["judge/length"] > 0
@@ -150,15 +164,22 @@ def test_it_ends_when_all_episodes_fail(tasks: Path) -> None:
     assert read_episodes(tasks.parent / "run" / "episodes" / "train_000001.jsonl")
 
 
+def test_a_target_that_no_episode_knows_ends_the_run(tasks: Path) -> None:
+    with pytest.raises(RoleError, match="`riter`, which no episode registered"):
+        train(flows.Pair, tasks, "workflow.trainable_targets=[writer,riter]")
+
+
 def once(happened: Callable[[], bool], act: Callable[[], None]) -> threading.Thread:
     """Do something to a run when something has happened in it."""
 
     def wait() -> None:
+        deadline = time.monotonic() + 300
         while not happened():
+            assert time.monotonic() < deadline, "it never happened"
             time.sleep(0.2)
         act()
 
-    thread = threading.Thread(target=wait)
+    thread = threading.Thread(target=wait, daemon=True)
     thread.start()
     return thread
 

@@ -402,6 +402,13 @@ def no_such_token(served: Served) -> None:
     sampler.sample(prompt, num_samples=1, sampling_params=types.SamplingParams(max_tokens=1)).result()
 
 
+def a_target_that_is_no_token(served: Served) -> None:
+    client = served.client().create_lora_training_client(base_model=served.service.directory).result()
+    inputs = {"target_tokens": torch.tensor([60, 200, -100]), "weights": torch.ones(3)}
+    datum = types.Datum(model_input=types.ModelInput.from_ints([5, 60, 200]), loss_fn_inputs=inputs)
+    client.forward_backward([datum], "cross_entropy").result()
+
+
 def no_such_checkpoint(served: Served) -> None:
     served.client().create_sampling_client(model_path="tinker://nobody/weights/none").result()
 
@@ -431,6 +438,7 @@ def no_advantages(served: Served) -> None:
         (wrong_base, "not `another/model`"),
         (too_long, "256"),
         (no_such_token, "vocabulary"),
+        (a_target_that_is_no_token, "token -100"),
         (no_such_checkpoint, "no checkpoint"),
         (out_of_the_folder, "tinker://"),
         (a_name_that_leaves_the_folder, "cannot be called"),

@@ -261,7 +261,7 @@ class Service:
         return folder
 
     async def delete(self, model_id: str, name: str) -> None:
-        """Remove a checkpoint that nobody samples from.
+        """Remove a checkpoint; who samples from it at this moment goes on, since its weights are in memory.
 
         Raises:
             UserError: there is none of this name.
@@ -394,9 +394,9 @@ def check_rows(rows: Sequence[Row], loaded: LoadedModel) -> None:
     for number, row in enumerate(rows):
         if not 1 <= len(row.ids) <= loaded.max_model_len:
             raise UserError(f"row {number} has {len(row.ids)} tokens; there must be 1 to {loaded.max_model_len}")
-        worst = max((*row.ids, *row.targets), key=lambda token: abs(token - 0.5))
-        if not 0 <= worst < loaded.vocabulary:
-            raise UserError(f"row {number} holds token {worst}, and the vocabulary has {loaded.vocabulary}")
+        unknown = [token for token in (*row.ids, *row.targets) if not 0 <= token < loaded.vocabulary]
+        if unknown:
+            raise UserError(f"row {number} holds token {unknown[0]}, and the vocabulary has {loaded.vocabulary}")
 
 
 def _about_prompt(

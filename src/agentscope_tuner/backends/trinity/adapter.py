@@ -16,7 +16,7 @@ from agentscope_tuner.algorithms import Credit, compute_advantages
 from agentscope_tuner.backends.trinity.algorithm import nothing_learned, to_experiences
 from agentscope_tuner.backends.trinity.policies import EnginePolicy, TinkerPolicy, VllmPolicy, policy_model
 from agentscope_tuner.config import TunerConfig
-from agentscope_tuner.errors import EpisodeFailure
+from agentscope_tuner.errors import EpisodeFailure, TrainingStoppedError, TunerError
 from agentscope_tuner.rollout import Rollout
 from agentscope_tuner.types import EpisodeGroup, Task
 from agentscope_tuner.workflow import JudgeRunner, WorkflowRunner
@@ -58,10 +58,20 @@ class GroupWorkflow(TrinityWorkflow):  # type: ignore[misc]  # published without
 
         Raises:
             EpisodeFailure: the episode of an evaluation failed.
+            TunerError: something is wrong with the run; the recorder knows of it, since Trinity goes on.
         """
         step = int(str(self.task.batch_id).partition("/")[0])
-        room = await _room_of(self.spec, self.model, self.helpers, _updates_before(step, self.spec.config))
-        group = await self._play(room, step)
+        recorder = ray.get_actor(self.spec.recorder)
+        try:
+            room = await _room_of(self.spec, self.model, self.helpers, _updates_before(step, self.spec.config))
+            group = await self._play(room, step)
+            version = room.policies[0].version
+            known = room.rollout.registered
+            await recorder.record.remote(group, known, phase=self._phase, batch=step, version=version)
+        except Exception as exc:
+            wrong = exc if isinstance(exc, TunerError) else _unforeseen(exc)
+            await recorder.fail.remote(wrong)
+            raise wrong from exc
         if not self.decoding:
             return self._experiences(group)
         episode = group.episodes[0]
@@ -72,8 +82,12 @@ class GroupWorkflow(TrinityWorkflow):  # type: ignore[misc]  # published without
         experience.metrics = {"reward": experience.reward, **episode.metrics}
         return [experience]
 
+    @property
+    def _phase(self) -> str:
+        return f"eval_{self.decoding}" if self.decoding else "train"
+
     async def _play(self, room: _Room, step: int) -> EpisodeGroup:
-        phase = f"eval_{self.decoding}" if self.decoding else f"train{step}"
+        phase = self._phase if self.decoding else f"train{step}"
         params = room.rollout.model.params
         if self.decoding == "greedy":
             params = params.greedy()
@@ -84,11 +98,8 @@ class GroupWorkflow(TrinityWorkflow):  # type: ignore[misc]  # published without
             first=int(self.task.task_id),
             params=params,
             branching=None if self.decoding else self.spec.config.algorithm.branching,
+            whole=False,
         )
-        recorder = ray.get_actor(self.spec.recorder)
-        # Trinity evaluates before it has synchronized the step's update: what counts is what the weights have seen.
-        seen = room.policies[0].version if self.decoding else step
-        await recorder.record.remote(groups[0], phase=f"eval_{self.decoding}" if self.decoding else "train", step=seen)
         return groups[0]
 
     def _experiences(self, group: EpisodeGroup) -> list[Experience]:
@@ -144,6 +155,10 @@ def _enter(spec: RunSpec, model: ModelWrapper, helpers: list[ModelWrapper]) -> _
     }
     rollout = Rollout(spec.workflow, spec.judge, trained, config.workflow, config.seed, auxiliary)
     return _Room(rollout, [one.policy for one in (trained, *auxiliary.values())], min(trained.end_of_turn_ids))
+
+
+def _unforeseen(exc: Exception) -> TrainingStoppedError:
+    return TrainingStoppedError(f"a workflow runner of Trinity's failed with {type(exc).__name__}: {exc}")
 
 
 def _kind_of(model: ModelWrapper) -> type[EnginePolicy]:

@@ -7,21 +7,26 @@ into its advantage. That is exact, because the clipped loss is proportional to t
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import ray
 import torch
 from trinity.algorithm.advantage_fn.advantage_fn import AdvantageFn
+from trinity.algorithm.algorithm import MultiStepGRPOAlgorithm
 from trinity.algorithm.sample_strategy.sample_strategy import DefaultSampleStrategy
 from trinity.algorithm.sample_strategy.utils import representative_sample
 from trinity.buffer.operators import ExperienceOperator
+from trinity.common.config import BufferConfig
 from trinity.common.experience import EID, Experience
 
 from agentscope_tuner.algorithms import Credit
 from agentscope_tuner.algorithms.advantages import Weighting, token_weights
 from agentscope_tuner.backends.trinity.strands import strands_of
 
+_POLL_S = 0.1
 TAUGHT, STEP_SIZE = "taught_tokens", "experiences_in_step"
 """Names in an experience's `info`."""
 
@@ -105,11 +110,30 @@ class WeighedAdvantages(AdvantageFn, ExperienceOperator):  # type: ignore[misc] 
         return {}
 
 
+class Grpo(MultiStepGRPOAlgorithm):  # type: ignore[misc]  # published without types
+    """Trinity's, without the reference model, which only a KL loss would read."""
+
+    use_reference = False
+
+
 class WholeSteps(DefaultSampleStrategy):  # type: ignore[misc]  # published without types
     """Trains on what one explorer step wrote, however many experiences that are."""
 
+    def __init__(self, buffer_config: BufferConfig, recorder: str, eval_interval: int, patience_s: float) -> None:
+        """An evaluation that is due is waited for, up to `patience_s`; `eval_interval` 0: there is none."""
+        super().__init__(buffer_config)
+        self._recorder = recorder
+        self._eval_interval = eval_interval
+        self._patience_s = patience_s
+
     async def sample(self, step: int, **kwargs: Any) -> tuple[list[Experience], dict[str, float], list[Any]]:
-        """The experiences of the next step."""
+        """The experiences of the next step.
+
+        Raises:
+            TimeoutError: an evaluation took too long.
+        """
+        if self._eval_interval and step % self._eval_interval == 0:
+            await self._evaluation(step)
         exps = await self.exp_buffer.read(batch_size=1)
         rest = exps[0].info[STEP_SIZE] - 1
         if rest:
@@ -117,3 +141,10 @@ class WholeSteps(DefaultSampleStrategy):  # type: ignore[misc]  # published with
         metrics: dict[str, float] = {}
         self.set_model_version_metric(exps, metrics)
         return exps, metrics, representative_sample(exps)
+
+    async def _evaluation(self, step: int) -> None:
+        """Wait for the one that the explorer makes in this step: training would exchange the weights below it."""
+        recorder = ray.get_actor(self._recorder)
+        async with asyncio.timeout(self._patience_s):
+            while not await recorder.evaluated.remote(step):
+                await asyncio.sleep(_POLL_S)

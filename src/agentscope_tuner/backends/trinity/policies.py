@@ -107,6 +107,10 @@ class TinkerPolicy(EnginePolicy):
             )
             self._path = path
 
+    def close(self) -> None:
+        """End the session; the client would go on saying that it is there."""
+        self._service.close("success").result()
+
     async def _complete(self, prompt_ids: list[int], params: SamplingParams) -> Sample:
         response = await self._sampler.sample(
             prompt=tinker.ModelInput.from_ints(prompt_ids),

@@ -13,7 +13,7 @@ from trinity.common.config import Config
 from trinity.utils.monitor import Monitor
 
 from agentscope_tuner.config import TunerConfig
-from agentscope_tuner.errors import TooManyFailuresError
+from agentscope_tuner.errors import RoleError, TooManyFailuresError, TunerError
 from agentscope_tuner.reporting import (
     DECODINGS,
     RunFolder,
@@ -26,10 +26,12 @@ from agentscope_tuner.reporting import (
     summarize,
     with_continuations,
 )
+from agentscope_tuner.rollout import check_targets
 from agentscope_tuner.types import EpisodeGroup, EvalResult, StepMetrics
 
 _FROM_TRAINER = {
     "actor/final_loss": "loss",
+    "loss:sum": "loss",
     "actor/pg_clipfrac": "clip_fraction",
     "actor/ppo_kl": "kl_to_sampler",
     "grad_norm": "grad_norm",
@@ -38,7 +40,7 @@ _FROM_TRAINER = {
     "time/train_step": "time_train_s",
     "perf/total_num_tokens": "tokens_packed",
 }
-"""Trinity's names for what `StepMetrics` calls otherwise."""
+"""Trinity's names for what `StepMetrics` calls otherwise; of two for one thing, the later counts."""
 
 
 @dataclass(slots=True)
@@ -64,28 +66,49 @@ class Progress:
     tokens: int
     finished: list[StepMetrics]
     """Steps written since the last time it asked."""
-    stop: str
+    stop: TunerError | None
     """Why the run should end, if it should."""
 
 
 class RunRecorder:
     """Writes episodes as they come, and a line of metrics per step once everything about it is known."""
 
-    def __init__(self, config: TunerConfig, folder: str, steps: int, eval_tasks: int) -> None:
+    def __init__(
+        self, config: TunerConfig, targets: list[str] | None, folder: str, *, done: int, steps: int, eval_tasks: int
+    ) -> None:
+        """For the steps from `done` to `steps`, in which the roles `targets` learn."""
+        self._targets = targets
         self._config = config
         self._folder = RunFolder(Path(folder))
         self._last = steps
         self._eval_tasks = eval_tasks
         self._steps: dict[int, _Step] = defaultdict(_Step)
         self._history = self._folder.read_metrics()
-        self._next = self._history[-1].step + 1 if self._history else (0 if eval_tasks else 1)
+        first = 0 if eval_tasks else 1
+        self._next = max(done + 1 if done else first, self._history[-1].step + 1 if self._history else first)
+        self._versions: dict[int, int] = {}
+        """Of the weights that were evaluated, by the batch that Trinity evaluated them in."""
+        self._roles: set[str] = set()
+        self._evaluated: dict[int, set[str]] = defaultdict(set)
+        """What is done of each of these evaluations."""
         self._board = TensorBoardWriter(self._folder.tensorboard_dir) if config.monitor_type == "tensorboard" else None
         self._episodes = self._failed = self._tokens = 0
         self._fresh: list[StepMetrics] = []
-        self._stop = ""
+        self._stop: TunerError | None = None
 
-    def record(self, group: EpisodeGroup, *, phase: str, step: int) -> None:
-        """A group was run: `train`, `eval_greedy` or `eval_sampled`."""
+    def record(self, group: EpisodeGroup, roles: set[str], *, phase: str, batch: int, version: int) -> None:
+        """A group was run.
+
+        Args:
+            group: the group.
+            roles: all that the runner has seen registered so far.
+            phase: `train`, `eval_greedy` or `eval_sampled`.
+            batch: the explorer's step that it belongs to.
+            version: how many updates the weights had seen. Trinity evaluates before it has synchronized the step's
+                own, so an evaluation belongs to the step of its weights, not of its batch.
+        """
+        self._roles |= roles
+        step = batch if phase == "train" else self._versions.setdefault(batch, version)
         now = time.perf_counter()
         longest = max(episode.time_s for episode in group.episodes)
         state = self._steps[step]
@@ -105,7 +128,16 @@ class RunRecorder:
             state.evaluated[decoding].append(group)
             if len(state.evaluated[decoding]) == self._eval_tasks:
                 self._all_evaluated(state, decoding, now)
+                self._evaluated[batch].add(decoding)
         self._write_what_is_known()
+
+    def evaluated(self, batch: int) -> bool:
+        """Whether the evaluation that Trinity makes in a batch is done."""
+        return len(self._evaluated[batch]) == len(DECODINGS)
+
+    def fail(self, error: TunerError) -> None:
+        """Something is wrong with the run, not with an episode."""
+        self._stop = self._stop or error
 
     def trained(self, step: int, data: dict[str, float]) -> None:
         """The trainer has done a step."""
@@ -135,8 +167,10 @@ class RunRecorder:
         episodes = with_continuations([episode for group in state.groups for episode in group.episodes])
         try:
             check_failures(episodes, self._config.algorithm.max_failed_fraction, self._folder.episodes_dir)
-        except TooManyFailuresError as exc:
-            self._stop = str(exc)
+            if any(group.succeeded for group in state.groups):
+                check_targets(self._targets, self._roles)
+        except (TooManyFailuresError, RoleError) as exc:
+            self.fail(exc)
         state.groups = []
 
     def _all_evaluated(self, state: _Step, decoding: str, now: float) -> None:
@@ -168,9 +202,9 @@ class RunRecorder:
         metrics = state.metrics or StepMetrics(step=step)
         for earlier in sorted(known for known in self._steps if known < step):  # evaluations that came late
             state.results |= self._steps.pop(earlier).results
-        for theirs, value in (state.trained or {}).items():
-            if theirs in _FROM_TRAINER:
-                setattr(metrics, _FROM_TRAINER[theirs], value)
+        for theirs, ours in _FROM_TRAINER.items():
+            if state.trained is not None and theirs in state.trained:
+                setattr(metrics, ours, state.trained[theirs])
         describe_evaluation(state.results, metrics)
         self._history.append(metrics)
         self._folder.append_metrics(metrics)

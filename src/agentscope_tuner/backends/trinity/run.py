@@ -32,7 +32,7 @@ from agentscope_tuner.backends.trinity.recording import Progress, RunRecorder
 from agentscope_tuner.backends.trinity.translate import check_settings, group_timeout_s, translate, uses_own_service
 from agentscope_tuner.config import TunerConfig
 from agentscope_tuner.engine.models import load_reader, model_directory
-from agentscope_tuner.errors import ConfigError, TooManyFailuresError, TrainingStoppedError
+from agentscope_tuner.errors import ConfigError, TrainingStoppedError, TunerError
 from agentscope_tuner.readers import TaskStream, load_tasks, planned_steps
 from agentscope_tuner.reporting import ProgressView, RunFolder, stored_evaluation
 from agentscope_tuner.rollout import Rollout, run_to_end
@@ -83,7 +83,7 @@ class TrinityRun:
         self.view = ProgressView(self.steps)
         self._name = f"{config.project_name}-{config.experiment_name}-{secrets.token_hex(4)}"
         """Of this attempt, for Ray."""
-        self._shown = Progress(0, 0, 0, [], "")
+        self._shown = Progress(0, 0, 0, [], None)
 
     @property
     def _own(self) -> Path:
@@ -108,11 +108,11 @@ class TrinityRun:
         with _environment(self.config), self._ray() as address:
             self.config = with_route(self.config, gpus=int(ray.cluster_resources().get("GPU", 0)))
             check_settings(self.config)
-            self._resume(self.folder.prepare(self.config))
+            done = self._resume(self.folder.prepare(self.config))
             self._write_tasks()
-            with self._service() as service, self._recorder() as recorder, self.view:
-                stage = self._stage(service, address)
-                self._train(stage, service, recorder)
+            with self._service() as service, self._recorder(done) as recorder, self.view:
+                if done < self.steps:
+                    self._train(self._stage(service, address), service, recorder)
                 weights = self._job / f"global_step_{self.steps}"
                 results = self._evaluate(weights) if service is not None and self.eval_tasks else {}
                 ray.get(recorder.finish.remote(results))
@@ -180,13 +180,20 @@ class TrinityRun:
             _end(process)
 
     @contextmanager
-    def _recorder(self) -> Iterator[Any]:
-        """The actor that writes the run folder; on this machine, where the folder is."""
+    def _recorder(self, done: int) -> Iterator[Any]:
+        """The actor that writes the run folder, from step `done` on; on this machine, where the folder is."""
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         actor = (
             ray.remote(RunRecorder)
             .options(name=self._name, namespace=self._name, num_cpus=0, scheduling_strategy=here)
-            .remote(self.config, str(self.folder.path), self.steps, len(self.eval_tasks))
+            .remote(
+                self.config,
+                self.config.workflow.trainable_targets or self.workflow.trainable_targets,
+                str(self.folder.path),
+                done=done,
+                steps=self.steps,
+                eval_tasks=len(self.eval_tasks),
+            )
         )
         try:
             yield actor
@@ -195,19 +202,23 @@ class TrinityRun:
                 with suppress(ValueError):
                     ray.kill(ray.get_actor(name, namespace=self._name))
 
-    def _resume(self, resumed: bool) -> None:
-        """Go back to the trainer's last checkpoint: the explorer notes every step, the trainer only those it saves."""
+    def _resume(self, resumed: bool) -> int:
+        """Go back to the trainer's last checkpoint; returns its step.
+
+        The explorer notes every step, but after its evaluation; the trainer only those that it saves.
+        """
         if not resumed:
             shutil.rmtree(self._own, ignore_errors=True)
-            return
+            return 0
         step = _steps_done(self._job / "trainer_meta.json")
-        explorer = self._job / "explorer_meta.json"
         if step == 0:
             shutil.rmtree(self._job, ignore_errors=True)
-        elif _steps_done(explorer) > step:
+        else:
             taken = step * self.config.algorithm.batch_size
-            explorer.write_text(json.dumps({"latest_iteration": step, "taskset_states": [{"current_index": taken}]}))
+            state = {"latest_iteration": step, "taskset_states": [{"current_index": taken}]}
+            (self._job / "explorer_meta.json").write_text(json.dumps(state))
         self.folder.rewind(step or -1)
+        return step
 
     def _write_tasks(self) -> None:
         """All tasks of the run, in the order they are trained on, and the held-out ones."""
@@ -229,7 +240,7 @@ class TrinityRun:
             context=load_reader(self.config.model)[2],
             tasks=self._own / "tasks",
             steps=self.steps,
-            evaluates=bool(self.eval_tasks),
+            eval_tasks=len(self.eval_tasks),
             checkpoints=self._checkpoints,
             spec=spec,
             recorder=self._name,
@@ -244,7 +255,7 @@ class TrinityRun:
 
         Raises:
             TrainingStoppedError: it failed, did less than was asked, or nothing is heard of it any more.
-            TooManyFailuresError: its episodes fail.
+            TunerError: what a workflow runner found wrong with the run.
         """
         answer = self._own / "stage.json"
         answer.unlink(missing_ok=True)
@@ -262,15 +273,15 @@ class TrinityRun:
                 start_new_session=True,
             )
         assert process.stdin is not None
+        stop: TunerError | None = None
         try:
             # Through a pipe: workflows may hold keys of their default models, which belong in no file.
             process.stdin.write(cloudpickle.dumps((stage, str(answer))))
             process.stdin.close()
-            stop = ""
             self.view.phase("rollout", 0)
             patience_s = self.config.trinity.sync_timeout_s + group_timeout_s(self.config)
             deadline = time.monotonic() + patience_s
-            while process.poll() is None and not stop:
+            while process.poll() is None and stop is None:
                 time.sleep(_POLL_S)
                 before = self._shown
                 stop = self._show(recorder)
@@ -288,11 +299,12 @@ class TrinityRun:
                     )
         finally:
             _end(process)
-        if stop:
-            raise TooManyFailuresError(stop)
+        stop = stop or self._show(recorder)
+        if stop is not None:
+            raise stop
         self._verify(json.loads(answer.read_text()) if answer.is_file() else None, process.returncode, log_path)
 
-    def _show(self, recorder: Any) -> str:
+    def _show(self, recorder: Any) -> TunerError | None:
         """Bring the display up to date; returns why the run should stop, if it should."""
         now: Progress = ray.get(recorder.progress.remote())
         for _ in range(now.episodes - now.failed - self._shown.episodes + self._shown.failed):
@@ -338,6 +350,7 @@ class TrinityRun:
             return await evaluate_policy(rollout, self.eval_tasks, self.view, self.config.algorithm.max_failed_fraction)
         finally:
             await rollout.aclose()
+            policy.close()
 
     def _export(self, service: _Service | None, weights: Path) -> Path:
         """The finished model as a Hugging Face directory in the run folder."""

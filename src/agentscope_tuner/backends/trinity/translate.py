@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from trinity.common.config import (
     ClusterConfig,
     Config,
     DataProcessorConfig,
+    ExperienceBufferConfig,
     ExperiencePipelineConfig,
     ExplorerConfig,
     ExplorerInput,
@@ -25,6 +27,7 @@ from trinity.common.config import (
     TasksetConfig,
     TinkerConfig,
     TrainerConfig,
+    TrainerInput,
 )
 from trinity.common.constants import SyncMethod, SyncStyle
 
@@ -33,6 +36,7 @@ from agentscope_tuner.errors import ConfigError
 from agentscope_tuner.reporting import DECODINGS
 
 _ADAPTER = "agentscope_tuner.backends.trinity.adapter.GroupWorkflow"
+_ALGORITHM = "agentscope_tuner.backends.trinity.algorithm.Grpo"
 _ADVANTAGES = "agentscope_tuner.backends.trinity.algorithm.WeighedAdvantages"
 _STEPS = "agentscope_tuner.backends.trinity.algorithm.WholeSteps"
 _MONITOR = "agentscope_tuner.backends.trinity.recording.RunMonitor"
@@ -88,8 +92,8 @@ def uses_own_service(config: TunerConfig) -> bool:
 
 
 def group_timeout_s(config: TunerConfig) -> float:
-    """How long Trinity waits for a group: its episodes have time limits of their own, and judges take some more."""
-    return config.workflow.timeout_s * 2 + 60
+    """How long a group may take: its episodes have time limits of their own, and judges and continuations take more."""
+    return config.workflow.timeout_s * (2 if config.algorithm.branching is None else 4) + 60
 
 
 def translate(
@@ -99,7 +103,7 @@ def translate(
     context: int,
     tasks: Path,
     steps: int,
-    evaluates: bool,
+    eval_tasks: int,
     checkpoints: Path,
     spec: Any,
     recorder: str,
@@ -113,7 +117,7 @@ def translate(
         context: the longest sequence, in tokens.
         tasks: holds the folders `train` and `eval`.
         steps: training steps.
-        evaluates: whether there are held-out tasks.
+        eval_tasks: how many held-out tasks there are.
         checkpoints: where Trinity keeps its own state.
         spec: what the adapter has to know.
         recorder: name of the actor that hears of everything.
@@ -121,6 +125,11 @@ def translate(
     """
     model, algorithm, trinity = config.model, config.algorithm, config.trinity
     tinker = base_url is not None
+    largest = max(algorithm.batch_size, eval_tasks * len(DECODINGS))
+    rounds = math.ceil(largest / (trinity.runners * model.inference_engine_num))
+    # Elsewhere the explorer does not wait for an evaluation, nor does the trainer.
+    waits = eval_tasks > 0 and trinity.sync_style == "fixed" and trinity.sync_interval == 1
+    evaluation_s = group_timeout_s(config) * rounds
     result = Config(
         mode="both",
         project=config.project_name,
@@ -128,7 +137,8 @@ def translate(
         checkpoint_root_dir=str(checkpoints),
         continue_from_checkpoint=True,
         algorithm=AlgorithmConfig(
-            algorithm_type="multi_step_grpo",
+            # Trinity's Tinker trainer hands the reference's log-probabilities on even where nothing reads them.
+            algorithm_type="multi_step_grpo" if tinker else _ALGORITHM,
             repeat_times=algorithm.group_size,
             optimizer=OptimizerConfig(
                 lr=algorithm.learning_rate,
@@ -140,6 +150,11 @@ def translate(
                 clip_grad=algorithm.max_grad_norm,
             ),
             sample_strategy=_STEPS,
+            sample_strategy_args={
+                "recorder": recorder,
+                "eval_interval": algorithm.eval_interval_steps if waits else 0,
+                "patience_s": evaluation_s,
+            },
             advantage_fn=_ADVANTAGES,
             advantage_fn_args={"loss_weighting": algorithm.loss_weighting, "max_tokens": model.max_tokens},
             policy_loss_fn="ppo",
@@ -186,17 +201,23 @@ def translate(
             batch_size=algorithm.batch_size,
             total_epochs=1,
             total_steps=steps,
+            trainer_input=TrainerInput(
+                experience_buffer=ExperienceBufferConfig(
+                    name="experience_buffer", max_read_timeout=trinity.sync_timeout_s + evaluation_s
+                )
+            ),
             explorer_input=ExplorerInput(
                 taskset=_taskset("train", tasks / "train", spec),
                 eval_tasksets=[
                     _taskset(f"eval_{decoding}", tasks / "eval", spec, decoding)
-                    for decoding in (DECODINGS if evaluates else ())
+                    for decoding in (DECODINGS if eval_tasks else ())
                 ],
             ),
         ),
         explorer=ExplorerConfig(
             runner_per_model=trinity.runners,
-            max_timeout=int(group_timeout_s(config)),
+            # Trinity's scheduler gives a whole batch no longer than this.
+            max_timeout=math.ceil(group_timeout_s(config) * rounds),
             max_retry_times=0,
             concurrent_mode="sequential",
             rollout_model=InferenceModelConfig(
@@ -216,7 +237,7 @@ def translate(
                 for name, helper in config.auxiliary_models.items()
             ],
             eval_interval=algorithm.eval_interval_steps,
-            eval_on_startup=evaluates,
+            eval_on_startup=eval_tasks > 0,
         ),
         trainer=TrainerConfig(
             trainer_type="tinker" if tinker else "verl",
