@@ -88,8 +88,8 @@ TOO_LONG = ["train_dataset.path=t", "train_dataset.total_steps=5", "train_datase
 @pytest.mark.parametrize(
     ("overrides", "key"),
     [
-        (["algorithm.clip_low=0.1"], "`clip_low`"),
-        (["algorithm.clip_high=0.5"], "`clip_high`"),
+        (["algorithm.clip_low=0.1"], "`algorithm.clip_low`"),
+        (["algorithm.clip_high=0.5"], "`algorithm.clip_high`"),
         (["algorithm.eval_interval_steps=5"], "`algorithm.eval_interval_steps`"),
         ([EVAL, "eval_dataset.total_steps=5"], "`eval_dataset.total_steps`"),
         ([EVAL, "eval_dataset.total_epochs=2"], "`eval_dataset.total_epochs`"),

@@ -76,7 +76,7 @@ class TunerModelConfig(_Config):
     inference_engine_num: int = Field(default=1, ge=1)
     """Number of inference engines; only on clusters."""
     tinker_config: dict[str, Any] | None = None
-    """Settings of a Tinker service; only on clusters."""
+    """A Tinker service to use, with backend `trinity`: its `base_url`, and the `rank` of its adapters."""
     lora: LoraConfig | None = None
     """Train adapters of this form. None: train all weights."""
     trust_remote_code: bool = False
@@ -167,13 +167,6 @@ class AlgorithmConfig(_Config):
                 f"`updates_per_epoch` ({self.updates_per_epoch}) must not exceed `batch_size` ({self.batch_size}); "
                 "an update needs at least one group"
             )
-        if self.epochs_per_batch * self.updates_per_epoch == 1:
-            for key in ("clip_low", "clip_high"):
-                if self.sets(key):
-                    raise ValueError(
-                        f"`{key}` has no effect: with one update per batch the probability ratio is 1; remove it, or "
-                        "raise `epochs_per_batch` or `updates_per_epoch`"
-                    )
         return self
 
 
@@ -365,6 +358,11 @@ class TunerConfig(_Config):
                 "`roles.adapters: per_role` needs `model.lora`; set it (`model.lora.rank=16`), or let all roles share "
                 "the weights"
             )
+        fixed = self.trinity.sync_style == "fixed" and self.trinity.sync_interval == 1
+        if fixed and self.algorithm.epochs_per_batch * self.algorithm.updates_per_epoch == 1:
+            for key in ("clip_low", "clip_high"):
+                if self.algorithm.sets(key):
+                    refuse(f"algorithm.{key}", "with one on-policy update per batch the probability ratio is 1")
         if self.eval_dataset is None:
             if self.algorithm.sets("eval_interval_steps"):
                 refuse("algorithm.eval_interval_steps", "there is no `eval_dataset`")

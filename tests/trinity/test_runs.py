@@ -271,10 +271,14 @@ def test_a_ray_that_is_not_there(tasks: Path) -> None:
 def test_a_ray_that_runs_already_is_joined_and_left_running(tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # `ray start` asks for a token by default, and who joins has to be told so.
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.setenv("TINKER_API_KEY", "tml-a-key-of-this-test")
     command = str(Path(sys.executable).with_name("ray"))
     subprocess.run([command, "start", "--head", "--port=6391", "--include-dashboard=false"], check=True)
     try:
         train(flows.scored, tasks, "trinity.ray_address=127.0.0.1:6391", "train_dataset.total_steps=1")
+        monkeypatch.setenv("TINKER_API_KEY", "tml-another-key")
+        with pytest.raises(ConfigError, match="does not have this TINKER_API_KEY"):
+            train(flows.scored, tasks, "trinity.ray_address=127.0.0.1:6391", "train_dataset.total_steps=2")
         ray.init(address="127.0.0.1:6391")
         assert ray.is_initialized()
         ray.shutdown()

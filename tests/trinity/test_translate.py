@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,7 @@ ONE_NODE = [*BASE, "trinity.node_num=1", "trinity.gpu_per_node=8", "model.infere
 
 
 def configured(*settings: str, gpus: int = 8) -> TunerConfig:
-    config = with_route(load_config(overrides=settings), gpus=gpus)
+    config = with_route(load_config(overrides=settings), gpus=gpus, vllm=True)
     check_settings(config)
     return config
 
@@ -103,7 +105,7 @@ def test_each_setting_has_its_place(tmp_path: Path) -> None:
         [*ONE_NODE, "model.tensor_parallel_size=2", "model.inference_engine_num=2"],
         [*BASE, "trinity.node_num=4", "trinity.gpu_per_node=8", "model.inference_engine_num=16"],
         [*ONE_NODE, "trinity.sync_style=dynamic_by_explorer", "trinity.sync_method=memory"],
-        [*ONE_NODE, "model.lora.rank=16", "trinity.sync_method=checkpoint"],
+        [*ONE_NODE, "trinity.sync_method=checkpoint"],
     ],
 )
 def test_trinitys_checker_accepts_it(settings: list[str], tmp_path: Path) -> None:
@@ -119,11 +121,12 @@ DOCUMENTED = re.findall(r"```yaml title=.*?\n(.*?)```", (ROOT / "docs" / "cluste
 def test_trinitys_checker_accepts_what_the_guide_shows(text: str, tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(text)
-    config = with_route(load_config(path), gpus=8)
-    check_settings(config)
+    config = with_route(load_config(path), gpus=8, vllm=True)
     # No hub is reachable here; lengths beyond what the small model was built for are Trinity's to refuse.
     small = config.model.model_copy(update={"model_path": "tiny-agent", "max_model_len": 1024, "max_tokens": 128})
-    translated(config.model_copy(update={"model": small}), tmp_path).check_and_update()
+    config = config.model_copy(update={"model": small})
+    check_settings(config)
+    translated(config, tmp_path).check_and_update()
 
 
 def test_the_guide_shows_configurations() -> None:
@@ -132,10 +135,11 @@ def test_the_guide_shows_configurations() -> None:
 
 def test_further_settings_of_trinitys(tmp_path: Path) -> None:
     config = configured(*ONE_NODE)
-    settings = {"trainer.param_offload": True, "synchronizer.sync_offset": 1}
+    settings = {"trainer.param_offload": "true", "explorer.rollout_model.gpu_memory_utilization": 0.5}
     trinity = config.trinity.model_copy(update={"settings": settings})
     got = translated(config.model_copy(update={"trinity": trinity}), tmp_path)
-    assert (got.trainer.param_offload, got.synchronizer.sync_offset) == (True, 1)
+    assert got.trainer.param_offload is True
+    assert got.explorer.rollout_model.gpu_memory_utilization == 0.5
     trinity = config.trinity.model_copy(update={"settings": {"trainer.parm_offload": True}})
     with pytest.raises(ConfigError, match="parm_offload"):
         translated(config.model_copy(update={"trinity": trinity}), tmp_path)
@@ -163,7 +167,41 @@ def test_what_trinity_would_not_do_is_refused(setting: str, key: str) -> None:
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
+        ("model.lora.rank=16", "not trained on GPUs"),
+        ("model.tinker_config.rank=16", "model.tinker_config.rank"),
+        ("model.tinker_config.api_key=secret", "unknown key `model.tinker_config.api_key`"),
+        ("trinity.settings={synchronizer.sync_offset: 1}", "sets or relies on"),
+        ("trinity.settings={trainer.param_offload: maybe}", "trainer.param_offload"),
+    ],
+)
+def test_what_cannot_be_honoured_on_gpus_is_refused(setting: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        configured(*ONE_NODE, setting)
+
+
+def test_a_models_own_code_is_not_run_unasked(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(model_directory("tiny-agent"), folder)
+    config = json.loads((folder / "config.json").read_text()) | {"auto_map": {"AutoConfig": "code.Config"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="comes with Python code"):
+        configured(*ONE_NODE, f"model.model_path={folder}")
+    configured(*ONE_NODE, f"model.model_path={folder}", "model.trust_remote_code=true")
+
+
+def test_what_the_route_depends_on() -> None:
+    config = load_config(overrides=BASE)
+    for gpus, vllm, route in ((8, True, "verl"), (8, False, "tinker"), (0, True, "tinker")):
+        assert with_route(config, gpus=gpus, vllm=vllm).trinity.route == route
+    with pytest.raises(ConfigError, match="vLLM is not installed"):
+        with_route(load_config(overrides=[*BASE, "trinity.route=verl"]), gpus=8, vllm=False)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
         ("model.temperature=0.7", "temperature"),
+        ("model.tensor_parallel_size=2", "tensor_parallel_size"),
         ("auxiliary_models.judge.model_path=tiny-agent", "auxiliary_models"),
         ("trinity.route=verl", "no GPU"),
     ],

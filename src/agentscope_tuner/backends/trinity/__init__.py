@@ -10,6 +10,9 @@ from pathlib import Path
 STAND_IN = str(Path(__file__).parent / "stand_in")
 """A folder with a package `vllm` that holds nothing but the names Trinity imports from it."""
 
-# Last on the path: vLLM itself comes first where it is installed.
-if find_spec("vllm") is None:
+_spec = find_spec("vllm")
+HAS_VLLM = _spec is not None and not str(_spec.origin).startswith(STAND_IN)
+"""Whether vLLM itself is installed."""
+
+if not HAS_VLLM and STAND_IN not in sys.path:
     sys.path.append(STAND_IN)

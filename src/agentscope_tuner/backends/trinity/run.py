@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -25,6 +26,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from trinity.common.config import Config
 
 from agentscope_tuner.backends.evaluation import evaluate_policy
+from agentscope_tuner.backends.trinity import HAS_VLLM
 from agentscope_tuner.backends.trinity.adapter import RunSpec
 from agentscope_tuner.backends.trinity.export import copy_model, download_model
 from agentscope_tuner.backends.trinity.policies import TinkerPolicy, policy_model
@@ -55,6 +57,11 @@ class _Service:
     process: subprocess.Popen[bytes] | None
     """None: not ours."""
     folder: Path | None
+
+    def folder_of(self, path: str) -> Path:
+        """Where a service of ours keeps a checkpoint."""
+        assert self.folder is not None
+        return self.folder.joinpath(*path.removeprefix("tinker://").split("/"))
 
 
 class TrinityRun:
@@ -106,8 +113,10 @@ class TrinityRun:
             TrainingStoppedError: Trinity did not do what was asked; says what it did.
         """
         with _environment(self.config), self._ray() as address:
-            self.config = with_route(self.config, gpus=int(ray.cluster_resources().get("GPU", 0)))
+            gpus = int(ray.cluster_resources().get("GPU", 0))
+            self.config = with_route(self.config, gpus=gpus, vllm=HAS_VLLM)
             check_settings(self.config)
+            self._check_cluster()
             done = self._resume(self.folder.prepare(self.config))
             self._write_tasks()
             with self._service() as service, self._recorder(done) as recorder, self.view:
@@ -148,6 +157,25 @@ class TrinityRun:
             yield context.address_info["gcs_address"]
         finally:
             ray.shutdown()
+
+    def _check_cluster(self) -> None:
+        """Whether all workers reach the Tinker service, with its key: Ray logs what it would hand on itself.
+
+        Raises:
+            ConfigError: they do not.
+        """
+        if self.config.trinity.route != "tinker":
+            return
+        if uses_own_service(self.config) and sum(node["Alive"] for node in ray.nodes()) > 1:
+            raise ConfigError(
+                "the Tinker service of a run is reached from its own machine only, and Ray has several nodes; start "
+                "one with `astuner serve-tinker --host ...`, and set `model.tinker_config.base_url`"
+            )
+        if ray.get(ray.remote(_digest_of_key).remote()) != _digest_of_key():
+            raise ConfigError(
+                "the Ray that runs already does not have this TINKER_API_KEY in its environment; export one "
+                "(`tml-` and any letters) before `ray start`, and here"
+            )
 
     @contextmanager
     def _service(self) -> Iterator[_Service | None]:
@@ -285,6 +313,8 @@ class TrinityRun:
                 time.sleep(_POLL_S)
                 before = self._shown
                 stop = self._show(recorder)
+                if self._shown.finished and service is not None:
+                    self._prune(service)
                 if self._shown != before:
                     deadline = time.monotonic() + patience_s
                 if time.monotonic() > deadline:
@@ -316,6 +346,17 @@ class TrinityRun:
         for metrics in now.finished:
             self.view.step_done(metrics)
         return now.stop
+
+    def _prune(self, service: _Service) -> None:
+        """Remove checkpoints beyond those to keep: Trinity's Tinker trainer removes none."""
+        if service.folder is None:
+            return
+        saved = {_step_of(note.parent): note for note in self._job.glob("global_step_*/remote_checkpoint_path.txt")}
+        needed = _steps_done(self._job / "trainer_meta.json")
+        for step in sorted(saved)[: -self.config.checkpoint.keep]:
+            if step < needed:
+                shutil.rmtree(service.folder_of(saved[step].read_text().strip()), ignore_errors=True)
+                saved[step].unlink()
 
     def _verify(self, status: dict[str, Any] | None, code: int, log: Path) -> None:
         """Compare Trinity's own records with what was asked; what it says about its success is not to be believed."""
@@ -362,22 +403,24 @@ class TrinityRun:
         if service.folder is None:
             download_model(service.base_url, path, self.config.model, target)
         else:
-            copy_model(service.folder.joinpath(*path.removeprefix("tinker://").split("/")), target)
+            copy_model(service.folder_of(path), target)
         return target
 
 
-def with_route(config: TunerConfig, *, gpus: int) -> TunerConfig:
-    """What `route: auto` means here.
+def with_route(config: TunerConfig, *, gpus: int, vllm: bool) -> TunerConfig:
+    """What `route: auto` means where Ray has so many GPUs, and vLLM is installed or not.
 
     Raises:
-        ConfigError: GPUs are asked for where Ray has none.
+        ConfigError: `verl` is asked for where something that it needs is missing.
     """
     route = config.trinity.route
     if route == "verl" and not gpus:
         raise ConfigError("`trinity.route` is `verl`, but Ray has no GPU; use `tinker`, or a cluster that has some")
+    if route == "verl" and not vllm:
+        raise ConfigError("`trinity.route` is `verl`, but vLLM is not installed; `pip install vllm`, on every node")
     if route != "auto":
         return config
-    chosen = "tinker" if not gpus or config.model.sets("tinker_config") else "verl"
+    chosen = "tinker" if not (gpus and vllm) or config.model.sets("tinker_config") else "verl"
     return config.model_copy(update={"trinity": config.trinity.model_copy(update={"route": chosen})})
 
 
@@ -389,13 +432,17 @@ def _environment(config: TunerConfig) -> Iterator[None]:
     own = [path for path in sys.path if path and not any(Path(path).is_relative_to(base) for base in installed)]
     inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*own, *filter(None, inherited)]))
-    if uses_own_service(config):
+    if uses_own_service(config) and "TINKER_API_KEY" not in os.environ:
         os.environ["TINKER_API_KEY"] = f"tml-{secrets.token_urlsafe(24)}"
     try:
         yield
     finally:
         os.environ.clear()
         os.environ.update(before)
+
+
+def _digest_of_key() -> str:
+    return hashlib.sha256(os.environ.get("TINKER_API_KEY", "").encode()).hexdigest()
 
 
 def _wait_for(address: Path, process: subprocess.Popen[bytes], log: Path) -> dict[str, str]:
@@ -418,6 +465,10 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+def _step_of(folder: Path) -> int:
+    return int(folder.name.removeprefix("global_step_"))
 
 
 def _steps_done(meta: Path) -> int:

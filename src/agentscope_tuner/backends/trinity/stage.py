@@ -15,7 +15,7 @@ import cloudpickle
 from trinity.cli.launcher import run_stage
 from trinity.common.config import Config
 
-_FOR_WORKERS = ("PYTHONPATH", "TINKER_API_KEY", "OMP_NUM_THREADS")
+_FOR_WORKERS = ("PYTHONPATH", "OMP_NUM_THREADS")
 
 
 class StageConfig(Config):  # type: ignore[misc]  # published without types

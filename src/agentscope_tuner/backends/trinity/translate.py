@@ -7,6 +7,9 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from transformers import PretrainedConfig
 from trinity.common.config import (
     AlgorithmConfig,
     BufferConfig,
@@ -19,7 +22,6 @@ from trinity.common.config import (
     ExplorerInput,
     GenerationConfig,
     InferenceModelConfig,
-    LoRAConfig,
     ModelConfig,
     MonitorConfig,
     OptimizerConfig,
@@ -31,8 +33,9 @@ from trinity.common.config import (
 )
 from trinity.common.constants import SyncMethod, SyncStyle
 
-from agentscope_tuner.config import TunerConfig
-from agentscope_tuner.errors import ConfigError
+from agentscope_tuner.config import TunerConfig, TunerModelConfig
+from agentscope_tuner.engine.models import model_directory
+from agentscope_tuner.errors import ConfigError, ModelError
 from agentscope_tuner.reporting import DECODINGS
 
 _ADAPTER = "agentscope_tuner.backends.trinity.adapter.GroupWorkflow"
@@ -40,6 +43,18 @@ _ALGORITHM = "agentscope_tuner.backends.trinity.algorithm.Grpo"
 _ADVANTAGES = "agentscope_tuner.backends.trinity.algorithm.WeighedAdvantages"
 _STEPS = "agentscope_tuner.backends.trinity.algorithm.WholeSteps"
 _MONITOR = "agentscope_tuner.backends.trinity.recording.RunMonitor"
+_OURS = (
+    *("mode", "project", "name", "checkpoint_root_dir", "continue_from_checkpoint", "algorithm.", "cluster."),
+    *("buffer.batch_size", "buffer.train_batch_size", "buffer.total_", "buffer.trainer_input", "buffer.explorer_input"),
+    *("data_processor.experience_pipeline", "model.model_path", "model.trust_remote_code", "model.temperature"),
+    *("model.max_", "model.enable_", "model.lora_configs", "model.tinker", "monitor.", "synchronizer."),
+    *("explorer.runner_per_model", "explorer.max_", "explorer.concurrent_mode", "explorer.over_rollout"),
+    *("explorer.eval_", "explorer.dynamic_timeout", "explorer.auxiliary_models"),
+    *("explorer.rollout_model.engine_num", "explorer.rollout_model.tensor_parallel_size"),
+    *("explorer.rollout_model.enable_openai_api", "explorer.rollout_model.seed"),
+    *("trainer.trainer_type", "trainer.save_", "trainer.total_steps", "trainer.grad_clip", "trainer.max_checkpoints"),
+)
+"""Beginnings of the names in Trinity's `Config` that translation sets, or that the adapter counts on."""
 _UNBOUND = 1e9
 """Of the second clip that Trinity's loss has and ours has not."""
 
@@ -49,8 +64,9 @@ def check_settings(config: TunerConfig) -> None:
 
     Raises:
         ConfigError: names the setting, why, and what to do.
+        ModelError: on GPUs, a model's configuration cannot be loaded.
     """
-    model, algorithm = config.model, config.algorithm
+    model, algorithm, trinity = config.model, config.algorithm, config.trinity
     refusals = [
         (config.roles.adapters != "shared", "roles.adapters", "Trinity trains one model, which all roles share"),
         (algorithm.kl_coef != 0, "algorithm.kl_coef", "Trinity weighs the divergence otherwise than the loss"),
@@ -74,7 +90,25 @@ def check_settings(config: TunerConfig) -> None:
             raise ConfigError(f"backend `trinity` does not honour `{key}`: {why}; remove it, or use `backend: local`")
     for key, value in config.trinity.settings.items():
         _set(Config(), key, value)
+    if config.trinity.sync_style == "fully_async" and config.eval_dataset is not None:
+        raise ConfigError("`trinity.sync_style: fully_async` makes no evaluations; remove `eval_dataset`")
+    for name, helper in config.auxiliary_models.items():
+        if helper.sets("tinker_config"):
+            raise ConfigError(f"`auxiliary_models.{name}.tinker_config` has no effect: helpers run on vLLM; remove it")
+    _check_service(config)
+    if config.trinity.route == "verl":
+        if model.lora is not None:
+            # Trinity asks vLLM for the base model by name, and verl's checkpoints keep adapters apart.
+            raise ConfigError(
+                "`model.lora` is not trained on GPUs by backend `trinity`: its engines would go on sampling the base "
+                "model; remove it, or use `trinity.route: tinker`"
+            )
+        for one in (model, *config.auxiliary_models.values()):
+            _check_code(one)
     if config.trinity.route == "tinker":
+        for block, key in ((model, "tensor_parallel_size"), (trinity, "node_num"), (trinity, "gpu_per_node")):
+            if block.sets(key):
+                raise ConfigError(f"`{key}` has no effect: a Tinker service computes; remove it")
         if model.lora is not None and (model.lora.alpha != 32 or model.lora.target_modules != "all-linear"):
             raise ConfigError("a Tinker service takes the rank of adapters only; set nothing else in `model.lora`")
         if model.temperature != 1:
@@ -84,6 +118,34 @@ def check_settings(config: TunerConfig) -> None:
             )
         if config.auxiliary_models:
             raise ConfigError("`auxiliary_models` need inference engines of their own; a Tinker service has one model")
+
+
+def _check_service(config: TunerConfig) -> None:
+    given = config.model.tinker_config or {}
+    if given and config.trinity.route == "verl":
+        raise ConfigError("`model.tinker_config` has no effect: `trinity.route` is `verl`; remove one of them")
+    unknown = sorted(set(given) - {"base_url", "rank"})
+    if unknown:
+        raise ConfigError(
+            f"unknown key `model.tinker_config.{unknown[0]}`; there are `base_url` and `rank`, and the key is "
+            "TINKER_API_KEY in the environment"
+        )
+    if "rank" in given and (config.model.lora is not None or not given.get("base_url")):
+        raise ConfigError("`model.tinker_config.rank` is for a service elsewhere; here, set `model.lora.rank`")
+
+
+def _check_code(model: TunerModelConfig) -> None:
+    """Trinity lets vLLM run a model's own code whatever `trust_remote_code` says."""
+    if not model.trust_remote_code:
+        try:
+            form = PretrainedConfig.get_config_dict(model_directory(model.model_path))[0]
+        except OSError as exc:
+            raise ModelError(f"the configuration of `{model.model_path}` cannot be loaded: {exc}") from exc
+        if "auto_map" in form:
+            raise ConfigError(
+                f"`{model.model_path}` comes with Python code, which vLLM would run; read it, and set "
+                "`trust_remote_code: true`, or take another model"
+            )
 
 
 def uses_own_service(config: TunerConfig) -> bool:
@@ -178,15 +240,6 @@ def translate(
             max_response_tokens=model.max_tokens,
             enable_prompt_truncation=False,
             enable_thinking=model.enable_thinking,
-            lora_configs=None
-            if tinker or model.lora is None
-            else [
-                LoRAConfig(
-                    lora_rank=model.lora.rank,
-                    lora_alpha=int(model.lora.alpha),
-                    target_modules=str(model.lora.target_modules),
-                )
-            ],
             tinker=TinkerConfig(
                 enable=tinker,
                 base_url=base_url,
@@ -230,6 +283,7 @@ def translate(
                 InferenceModelConfig(
                     name=name,
                     model_path=helper.model_path,
+                    max_model_len=helper.max_model_len,
                     engine_num=helper.inference_engine_num,
                     tensor_parallel_size=helper.tensor_parallel_size,
                     enable_openai_api=True,
@@ -278,4 +332,12 @@ def _set(config: Any, key: str, value: Any) -> None:
         config = getattr(config, block, None)
     if not is_dataclass(config) or name not in {one.name for one in fields(config)}:
         raise ConfigError(f"`trinity.settings` names `{key}`, which is not a setting of Trinity's; see its `Config`")
-    setattr(config, name, value)
+    kind: Any = type(config)
+    plain = kind()
+    try:
+        typed = getattr(OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(plain), {name: value})), name)
+    except OmegaConfBaseException as exc:
+        raise ConfigError(f"`trinity.settings`, `{key}`: {str(exc).splitlines()[0]}") from exc
+    if key.startswith(_OURS) and typed != getattr(plain, name):
+        raise ConfigError(f"`trinity.settings` names `{key}`, which this package sets or relies on; remove it")
+    setattr(config, name, typed)
