@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections import defaultdict
+from itertools import pairwise
+from typing import Any, cast
 
 import pytest
 import torch
+from trinity.common.config import AlgorithmConfig
 from trinity.common.experience import Experience
+from trinity.trainer.verl.losses import TrinityPolicyLoss
+from trinity.trainer.verl.utils import to_data_proto
+from verl.utils.tensordict_utils import index_select_tensor_dict
 
 from agentscope_tuner.algorithms import build_datums, compute_advantages, weigh
-from agentscope_tuner.backends.trinity.algorithm import STEP_SIZE, WeighedAdvantages, nothing_learned, to_experiences
+from agentscope_tuner.algorithms.losses import policy_loss
+from agentscope_tuner.backends.trinity.algorithm import (
+    STEP_SIZE,
+    SummedLoss,
+    WeighedAdvantages,
+    nothing_learned,
+    padded,
+    to_experiences,
+)
 from agentscope_tuner.backends.trinity.strands import strands_of
 from agentscope_tuner.types import Episode, EpisodeError, EpisodeGroup, ModelCall, Task, WorkflowTask
 
@@ -94,8 +109,7 @@ def test_tokens_logprobs_and_what_each_token_counts_are_those_of_the_local_backe
     for experience in experiences:
         tokens, start = experience.tokens.tolist(), experience.prompt_length
         for place in sampled(experience).nonzero()[:, 0].tolist():
-            # Trinity's loss is the mean over experiences of the sum over tokens.
-            share = experience.advantages[place - start].item() / len(experiences)
+            share = experience.advantages[place - start].item()
             found[(tuple(tokens[:place]), tokens[place])].append((experience.logprobs[place - start].item(), share))
     written = {
         (tuple(call.prompt_ids + call.completion_ids[:place]), token)
@@ -154,6 +168,42 @@ def test_a_branch_counts_what_it_shares_only_once() -> None:
     strands = strands_of(credit)
     assert len(strands) == 2
     assert sum(map(sum, (strand.sampled for strand in strands))) == sum(len(c.completion_ids) for c in episode.calls)
+
+
+@pytest.mark.parametrize("cuts", [[], [1, 4], [2, 3, 20]])
+def test_verls_loss_is_the_sum_over_all_tokens_however_a_step_is_cut(cuts: list[int]) -> None:
+    experiences = padded(experiences_of(a_batch()), 40)
+    batch = to_data_proto(experiences, 0, cast(Any, object()), logging.getLogger())
+    batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
+    data = batch.to_tensordict()
+    settings = AlgorithmConfig(
+        policy_loss_fn=f"{SummedLoss.__module__}.{SummedLoss.__name__}",
+        policy_loss_fn_args={"clip_low": 0.2, "clip_high": 0.3, "sequence_parallel": 1},
+        kl_loss_fn="none",
+        kl_loss_fn_args={},
+        entropy_loss_fn="none",
+        entropy_loss_fn_args={"entropy_coef": 0.0},
+    )
+    compute = TrinityPolicyLoss(settings)
+    torch.manual_seed(0)
+    # What the model would say of every token of every sequence: at each place, of the token that follows.
+    said = [-torch.rand(len(experience.tokens)) for experience in experiences]
+    found = torch.zeros(())
+    for start, end in pairwise([0, *cuts, len(experiences)]):
+        part = index_select_tensor_dict(data, torch.arange(start, end))
+        found = found + compute({"log_probs": torch.cat(said[start:end])}, part)[0]
+    expected = torch.zeros(())
+    for experience, logprobs in zip(experiences, said, strict=True):
+        new = logprobs[experience.prompt_length - 1 : -1]
+        losses, _ = policy_loss(new, experience.logprobs, experience.advantages, 0.2, 0.3)
+        expected = expected + losses[experience.action_mask.bool()].sum()
+    assert found.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert expected.abs() > 0.01
+
+
+def test_a_step_that_is_too_large_is_told() -> None:
+    with pytest.raises(ValueError, match="train_batch_size"):
+        padded(experiences_of(a_batch()), 3)
 
 
 def test_a_step_without_anything_to_learn_moves_nothing() -> None:

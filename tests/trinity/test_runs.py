@@ -268,19 +268,29 @@ def test_a_ray_that_is_not_there(tasks: Path) -> None:
         train(flows.scored, tasks, "trinity.ray_address=127.0.0.1:6390")
 
 
-def test_a_ray_that_runs_already_is_joined_and_left_running(tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # `ray start` asks for a token by default, and who joins has to be told so.
-    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    monkeypatch.setenv("TINKER_API_KEY", "tml-a-key-of-this-test")
+def test_a_ray_that_runs_already_is_joined_and_left_running(tasks: Path) -> None:
+    # `ray start` asks for a token by default, and who joins has to be told so; a process decides that once.
+    environment = {**os.environ, "RAY_AUTH_MODE": "disabled", "TINKER_API_KEY": "tml-a-key-of-this-test"}
+    environment["PYTHONPATH"] = str(Path(__file__).parent)
+
+    def join(key: str) -> subprocess.CompletedProcess[str]:
+        code = f"""
+from pathlib import Path
+import test_runs
+address = "trinity.ray_address=127.0.0.1:6391"
+test_runs.train(test_runs.flows.scored, Path({str(tasks)!r}), address, "train_dataset.total_steps=1")
+"""
+        changed = {**environment, "TINKER_API_KEY": key}
+        return subprocess.run([sys.executable, "-c", code], env=changed, capture_output=True, text=True)
+
     command = str(Path(sys.executable).with_name("ray"))
-    subprocess.run([command, "start", "--head", "--port=6391", "--include-dashboard=false"], check=True)
+    start = [command, "start", "--head", "--port=6391", "--include-dashboard=false"]
+    subprocess.run(start, check=True, env=environment)
     try:
-        train(flows.scored, tasks, "trinity.ray_address=127.0.0.1:6391", "train_dataset.total_steps=1")
-        monkeypatch.setenv("TINKER_API_KEY", "tml-another-key")
-        with pytest.raises(ConfigError, match="does not have this TINKER_API_KEY"):
-            train(flows.scored, tasks, "trinity.ray_address=127.0.0.1:6391", "train_dataset.total_steps=2")
-        ray.init(address="127.0.0.1:6391")
-        assert ray.is_initialized()
-        ray.shutdown()
+        first = join(environment["TINKER_API_KEY"])
+        assert first.returncode == 0, first.stderr
+        assert steps_written(tasks.parent / "run") == [1]
+        second = join("tml-another-key")
+        assert "does not have this TINKER_API_KEY" in second.stderr
     finally:
         subprocess.run([command, "stop", "--force"], check=True)

@@ -111,7 +111,7 @@ def test_each_setting_has_its_place(tmp_path: Path) -> None:
 def test_trinitys_checker_accepts_it(settings: list[str], tmp_path: Path) -> None:
     got = translated(configured(*settings), tmp_path)
     got.check_and_update()
-    assert got.algorithm.policy_loss_fn_args["loss_agg_mode"] == "seq-mean-token-sum"
+    assert got.algorithm.policy_loss_fn.endswith("SummedLoss")
 
 
 DOCUMENTED = re.findall(r"```yaml title=.*?\n(.*?)```", (ROOT / "docs" / "cluster.md").read_text(), re.DOTALL)

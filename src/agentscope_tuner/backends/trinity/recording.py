@@ -30,7 +30,7 @@ from agentscope_tuner.rollout import check_targets
 from agentscope_tuner.types import EpisodeGroup, EvalResult, StepMetrics
 
 _FROM_TRAINER = {
-    "actor/final_loss": "loss",
+    "actor/loss": "loss",
     "loss:sum": "loss",
     "actor/pg_clipfrac": "clip_fraction",
     "actor/ppo_kl": "kl_to_sampler",

@@ -6,6 +6,7 @@ A process of its own, because Trinity may hang or report success on nothing: the
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from dataclasses import asdict
@@ -20,6 +21,13 @@ _FOR_WORKERS = ("PYTHONPATH", "OMP_NUM_THREADS")
 
 class StageConfig(Config):  # type: ignore[misc]  # published without types
     """Trinity's configuration; its workers get this process's environment where Ray was not started with it."""
+
+    def check_and_update(self) -> Config:
+        """As Trinity does it; then, a step is cut evenly over the GPUs that train."""
+        super().check_and_update()
+        trainers = max(1, self.cluster.trainer_gpu_num)
+        self.buffer.train_batch_size = math.ceil(self.buffer.train_batch_size / trainers) * trainers
+        return self
 
     def get_envs(self) -> dict[str, str]:
         """What Ray sets in every worker."""

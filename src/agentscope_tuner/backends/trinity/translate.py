@@ -33,6 +33,7 @@ from trinity.common.config import (
 )
 from trinity.common.constants import SyncMethod, SyncStyle
 
+from agentscope_tuner.config import AlgorithmConfig as AlgorithmSettings
 from agentscope_tuner.config import TunerConfig, TunerModelConfig
 from agentscope_tuner.engine.models import model_directory
 from agentscope_tuner.errors import ConfigError, ModelError
@@ -41,11 +42,12 @@ from agentscope_tuner.reporting import DECODINGS
 _ADAPTER = "agentscope_tuner.backends.trinity.adapter.GroupWorkflow"
 _ALGORITHM = "agentscope_tuner.backends.trinity.algorithm.Grpo"
 _ADVANTAGES = "agentscope_tuner.backends.trinity.algorithm.WeighedAdvantages"
+_LOSS = "agentscope_tuner.backends.trinity.algorithm.SummedLoss"
 _STEPS = "agentscope_tuner.backends.trinity.algorithm.WholeSteps"
 _MONITOR = "agentscope_tuner.backends.trinity.recording.RunMonitor"
 _OURS = (
     *("mode", "project", "name", "checkpoint_root_dir", "continue_from_checkpoint", "algorithm.", "cluster."),
-    *("buffer.batch_size", "buffer.train_batch_size", "buffer.total_", "buffer.trainer_input", "buffer.explorer_input"),
+    *("buffer.batch_size", "buffer.total_", "buffer.trainer_input", "buffer.explorer_input"),
     *("data_processor.experience_pipeline", "model.model_path", "model.trust_remote_code", "model.temperature"),
     *("model.max_", "model.enable_", "model.lora_configs", "model.tinker", "monitor.", "synchronizer."),
     *("explorer.runner_per_model", "explorer.max_", "explorer.concurrent_mode", "explorer.over_rollout"),
@@ -55,8 +57,8 @@ _OURS = (
     *("trainer.trainer_type", "trainer.save_", "trainer.total_steps", "trainer.grad_clip", "trainer.max_checkpoints"),
 )
 """Beginnings of the names in Trinity's `Config` that translation sets, or that the adapter counts on."""
-_UNBOUND = 1e9
-"""Of the second clip that Trinity's loss has and ours has not."""
+_PER_EPISODE = 8
+"""Experiences that an episode makes at most, in verl's mini-batches; unused ones cost two tokens."""
 
 
 def check_settings(config: TunerConfig) -> None:
@@ -216,20 +218,15 @@ def translate(
                 "recorder": recorder,
                 "eval_interval": algorithm.eval_interval_steps if waits else 0,
                 "patience_s": evaluation_s,
+                "padded": not tinker,
             },
             advantage_fn=_ADVANTAGES,
             advantage_fn_args={"loss_weighting": algorithm.loss_weighting, "max_tokens": model.max_tokens},
-            policy_loss_fn="ppo",
-            policy_loss_fn_args={
-                "clip_range_low": algorithm.clip_low,
-                "clip_range_high": algorithm.clip_high,
-                "clip_ratio_c": _UNBOUND,
-                "loss_agg_mode": "seq-mean-token-sum",
-            },
+            policy_loss_fn=_LOSS,
+            policy_loss_fn_args={"clip_low": algorithm.clip_low, "clip_high": algorithm.clip_high},
             kl_loss_fn="none",
             kl_penalty_fn="none",
             entropy_loss_fn="none",
-            loss_agg_mode="seq-mean-token-sum",
         ),
         data_processor=DataProcessorConfig(experience_pipeline=ExperiencePipelineConfig(save_input=False)),
         model=ModelConfig(
@@ -252,6 +249,7 @@ def translate(
         ),
         buffer=BufferConfig(
             batch_size=algorithm.batch_size,
+            train_batch_size=_most_experiences(algorithm),
             total_epochs=1,
             total_steps=steps,
             trainer_input=TrainerInput(
@@ -299,6 +297,7 @@ def translate(
             total_steps=steps,
             save_hf_checkpoint="last",
             grad_clip=algorithm.max_grad_norm,
+            fix_actor_microbatch_loss_scale=True,  # the Tinker trainer's: no mean over experiences
             max_checkpoints_to_keep=config.checkpoint.keep,
         ),
         monitor=MonitorConfig(monitor_type=_MONITOR, monitor_args={"recorder": recorder}),
@@ -311,7 +310,14 @@ def translate(
     )
     for key, value in trinity.settings.items():
         _set(result, key, value)
+    result.algorithm.policy_loss_fn_args["sequence_parallel"] = result.trainer.ulysses_sequence_parallel_size
     return result
+
+
+def _most_experiences(algorithm: AlgorithmSettings) -> int:
+    """That a step is expected to have: episodes have few roles, and few calls that do not extend another."""
+    continued = 0 if algorithm.branching is None else algorithm.branching.episodes * algorithm.branching.continuations
+    return algorithm.batch_size * (algorithm.group_size + continued) * _PER_EPISODE
 
 
 def _taskset(name: str, path: Path, spec: Any, decoding: str = "") -> TasksetConfig:
