@@ -189,6 +189,14 @@ def test_a_models_own_code_is_not_run_unasked(tmp_path: Path) -> None:
     configured(*ONE_NODE, f"model.model_path={folder}", "model.trust_remote_code=true")
 
 
+def test_a_configuration_for_gpus_can_be_tried_where_there_are_none() -> None:
+    settings = [*ONE_NODE, "model.tensor_parallel_size=2", "trinity.sync_method=nccl"]
+    config = configured(*settings, gpus=0)
+    assert (config.trinity.route, config.trinity.node_num, config.trinity.sync_method) == ("tinker", 0, None)
+    with pytest.raises(ConfigError, match=r"`model\.tensor_parallel_size` has no effect"):
+        configured(*settings, "trinity.route=tinker", gpus=0)
+
+
 def test_what_the_route_depends_on() -> None:
     config = load_config(overrides=BASE)
     for gpus, vllm, route in ((8, True, "verl"), (8, False, "tinker"), (0, True, "tinker")):
@@ -201,7 +209,6 @@ def test_what_the_route_depends_on() -> None:
     ("setting", "message"),
     [
         ("model.temperature=0.7", "temperature"),
-        ("model.tensor_parallel_size=2", "tensor_parallel_size"),
         ("auxiliary_models.judge.model_path=tiny-agent", "auxiliary_models"),
         ("trinity.route=verl", "no GPU"),
     ],

@@ -108,9 +108,10 @@ def check_settings(config: TunerConfig) -> None:
         for one in (model, *config.auxiliary_models.values()):
             _check_code(one)
     if config.trinity.route == "tinker":
-        for block, key in ((model, "tensor_parallel_size"), (trinity, "node_num"), (trinity, "gpu_per_node")):
-            if block.sets(key):
-                raise ConfigError(f"`{key}` has no effect: a Tinker service computes; remove it")
+        models = [(model, f"model.{key}") for key in ("tensor_parallel_size", "inference_engine_num")]
+        for block, key in (*models, (trinity, "trinity.node_num"), (trinity, "trinity.gpu_per_node")):
+            if block.sets(key.partition(".")[2]):
+                raise ConfigError(f"`{key}` has no effect: `trinity.route` is `tinker`; remove one of them")
         if model.lora is not None and (model.lora.alpha != 32 or model.lora.target_modules != "all-linear"):
             raise ConfigError("a Tinker service takes the rank of adapters only; set nothing else in `model.lora`")
         if model.temperature != 1:
