@@ -50,7 +50,7 @@ API_KEYS = ("DASHSCOPE_API_KEY", "OPENAI_API_KEY")
 TRINITY = {
     "trinity.common.models.model": "trinity-rft==0.6.0",
     "ray": "ray>=2.50",
-    "tinker": "tinker>=0.30",
+    "tinker": "tinker>=0.38",
     "pyarrow": "pyarrow>=24,<25",
 }
 """What backend `trinity` imports, and where it comes from; a test compares them with the package's own."""
