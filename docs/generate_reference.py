@@ -1,6 +1,6 @@
 """Writes `docs/configuration.md` from the settings' own types: `python docs/generate_reference.py`.
 
-A setting is documented once, beneath its field in `config.py`. A test fails when the page is not what this writes.
+A setting is documented once, beneath its field in `config/schema.py`. A test fails when the page is another one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PAGE = Path(__file__).parent / "configuration.md"
 HEAD = """\
 # Configuration
 
-<!-- Written by docs/generate_reference.py from src/agentscope_tuner/config.py; edit that file, then `make docs`. -->
+<!-- By docs/generate_reference.py from src/agentscope_tuner/config/schema.py; edit that file, then `make docs`. -->
 
 A run is described by one mapping of settings. They come from a YAML file, from arguments of `tune()`, and from
 `key=value` overrides; what comes later wins:

@@ -14,7 +14,6 @@ SOURCE = Path(__file__).parents[1] / "src" / PACKAGE
 FLOORS: dict[str, float] = {
     "errors": 0,
     "types": 1,
-    "trinity_yaml": 1,
     "config": 2,
     "policy": 2,
     "chat": 3,

@@ -146,37 +146,31 @@ def test_further_settings_of_trinitys(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("setting", "key"),
+    ("setting", "message", "gpus"),
     [
-        ("algorithm.kl_coef=0.1", "algorithm.kl_coef"),
-        ("algorithm.entropy_coef=0.1", "algorithm.entropy_coef"),
-        ("algorithm.epochs_per_batch=2", "algorithm.epochs_per_batch"),
-        ("algorithm.updates_per_epoch=2", "algorithm.updates_per_epoch"),
-        ("algorithm.max_resampled_groups=2", "algorithm.max_resampled_groups"),
-        ("algorithm.lr_scheduler_type=linear", "algorithm.lr_scheduler_type"),
-        ("model.top_p=0.9", "model.top_p"),
-        ("model.top_k=9", "model.top_k"),
-        ("engine.dtype=bfloat16", "engine.dtype"),
+        ("algorithm.kl_coef=0.1", "`algorithm.kl_coef`", 8),
+        ("algorithm.entropy_coef=0.1", "`algorithm.entropy_coef`", 8),
+        ("algorithm.epochs_per_batch=2", "`algorithm.epochs_per_batch`", 8),
+        ("algorithm.updates_per_epoch=2", "`algorithm.updates_per_epoch`", 8),
+        ("algorithm.max_resampled_groups=2", "`algorithm.max_resampled_groups`", 8),
+        ("algorithm.lr_scheduler_type=linear", "`algorithm.lr_scheduler_type`", 8),
+        ("model.top_p=0.9", "`model.top_p`", 8),
+        ("model.top_k=9", "`model.top_k`", 8),
+        ("engine.dtype=bfloat16", "`engine.dtype`", 8),
+        ("model.lora.rank=16", "not trained on GPUs", 8),
+        ("model.tinker_config.rank=16", "model.tinker_config.rank", 8),
+        ("model.tinker_config.api_key=secret", "unknown key `model.tinker_config.api_key`", 8),
+        ("trinity.settings={synchronizer.sync_offset: 1}", "sets or relies on", 8),
+        ("trinity.settings={trainer.param_offload: maybe}", "trainer.param_offload", 8),
+        ("model.temperature=0.7", "temperature", 0),
+        ("model.lora.alpha=16", "takes the rank of adapters only", 0),
+        ("auxiliary_models.judge.model_path=tiny-agent", "auxiliary_models", 0),
+        ("trinity.route=verl", "no GPU", 0),
     ],
 )
-def test_what_trinity_would_not_do_is_refused(setting: str, key: str) -> None:
-    with pytest.raises(ConfigError, match=f"`{key}`"):
-        configured(*ONE_NODE, setting)
-
-
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ("model.lora.rank=16", "not trained on GPUs"),
-        ("model.tinker_config.rank=16", "model.tinker_config.rank"),
-        ("model.tinker_config.api_key=secret", "unknown key `model.tinker_config.api_key`"),
-        ("trinity.settings={synchronizer.sync_offset: 1}", "sets or relies on"),
-        ("trinity.settings={trainer.param_offload: maybe}", "trainer.param_offload"),
-    ],
-)
-def test_what_cannot_be_honoured_on_gpus_is_refused(setting: str, message: str) -> None:
+def test_what_trinity_would_not_do_is_refused(setting: str, message: str, gpus: int) -> None:
     with pytest.raises(ConfigError, match=message):
-        configured(*ONE_NODE, setting)
+        configured(*(ONE_NODE if gpus else BASE), setting, gpus=gpus)
 
 
 def test_a_models_own_code_is_not_run_unasked(tmp_path: Path) -> None:
@@ -189,12 +183,26 @@ def test_a_models_own_code_is_not_run_unasked(tmp_path: Path) -> None:
     configured(*ONE_NODE, f"model.model_path={folder}", "model.trust_remote_code=true")
 
 
-def test_a_configuration_for_gpus_can_be_tried_where_there_are_none() -> None:
+def test_a_configuration_for_gpus_can_be_tried_where_there_are_none(tmp_path: Path) -> None:
     settings = [*ONE_NODE, "model.tensor_parallel_size=2", "trinity.sync_method=nccl"]
-    config = configured(*settings, gpus=0)
-    assert (config.trinity.route, config.trinity.node_num, config.trinity.sync_method) == ("tinker", 0, None)
-    with pytest.raises(ConfigError, match=r"`model\.tensor_parallel_size` has no effect"):
-        configured(*settings, "trinity.route=tinker", gpus=0)
+    got = translated(configured(*settings, gpus=0), tmp_path, base_url="http://127.0.0.1:1")
+    assert (got.cluster.node_num, got.cluster.gpu_per_node, got.synchronizer.sync_method) == (0, 0, SyncMethod.MEMORY)
+    rollout = got.explorer.rollout_model
+    assert (rollout.engine_num, rollout.tensor_parallel_size, got.trainer.trainer_type) == (1, 1, "tinker")
+
+
+@pytest.mark.parametrize(
+    ("route", "setting", "key"),
+    [
+        ("tinker", "model.tensor_parallel_size=2", "model.tensor_parallel_size"),
+        ("tinker", "trinity.gpu_per_node=8", "trinity.gpu_per_node"),
+        ("tinker", "trinity.sync_method=nccl", "trinity.sync_method: nccl"),
+        ("verl", "model.tinker_config.base_url=http://127.0.0.1:1", "model.tinker_config"),
+    ],
+)
+def test_what_a_route_has_no_use_for_is_refused(route: str, setting: str, key: str) -> None:
+    with pytest.raises(ConfigError, match=f"`{re.escape(key)}` has no effect"):
+        load_config(overrides=[*BASE, f"trinity.route={route}", setting])
 
 
 def test_what_the_route_depends_on() -> None:
@@ -203,19 +211,6 @@ def test_what_the_route_depends_on() -> None:
         assert with_route(config, gpus=gpus, vllm=vllm).trinity.route == route
     with pytest.raises(ConfigError, match="vLLM is not installed"):
         with_route(load_config(overrides=[*BASE, "trinity.route=verl"]), gpus=8, vllm=False)
-
-
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ("model.temperature=0.7", "temperature"),
-        ("auxiliary_models.judge.model_path=tiny-agent", "auxiliary_models"),
-        ("trinity.route=verl", "no GPU"),
-    ],
-)
-def test_what_a_tinker_service_would_not_do_is_refused(setting: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        configured(*BASE, setting, gpus=0)
 
 
 def shown_errors() -> list[tuple[str, ...]]:

@@ -32,7 +32,7 @@ from agentscope_tuner.backends.trinity.export import copy_model, download_model
 from agentscope_tuner.backends.trinity.policies import TinkerPolicy, policy_model
 from agentscope_tuner.backends.trinity.recording import Progress, RunRecorder
 from agentscope_tuner.backends.trinity.translate import check_settings, group_timeout_s, translate, uses_own_service
-from agentscope_tuner.config import TrinityConfig, TunerConfig, TunerModelConfig
+from agentscope_tuner.config import TunerConfig
 from agentscope_tuner.engine.models import load_reader, model_directory
 from agentscope_tuner.errors import ConfigError, TrainingStoppedError, TunerError
 from agentscope_tuner.readers import TaskStream, load_tasks, planned_steps
@@ -418,15 +418,9 @@ def with_route(config: TunerConfig, *, gpus: int, vllm: bool) -> TunerConfig:
         raise ConfigError("`trinity.route` is `verl`, but Ray has no GPU; use `tinker`, or a cluster that has some")
     if route == "verl" and not vllm:
         raise ConfigError("`trinity.route` is `verl`, but vLLM is not installed; `pip install vllm`, on every node")
-    if route != "auto":
-        return config
-    if gpus and vllm and not config.model.sets("tinker_config"):
-        return config.model_copy(update={"trinity": config.trinity.model_copy(update={"route": "verl"})})
-    # Tried out where there are none, a configuration for GPUs says nothing about them.
-    trinity = config.trinity.model_dump(exclude_unset=True, exclude={"node_num", "gpu_per_node", "sync_method"})
-    model = config.model.model_dump(exclude_unset=True, exclude={"tensor_parallel_size", "inference_engine_num"})
-    changed = {"trinity": TrinityConfig(**trinity | {"route": "tinker"}), "model": TunerModelConfig(**model)}
-    return config.model_copy(update=changed)
+    if route == "auto":
+        route = "verl" if gpus and vllm and not config.model.sets("tinker_config") else "tinker"
+    return config.model_copy(update={"trinity": config.trinity.model_copy(update={"route": route})})
 
 
 @contextmanager

@@ -68,7 +68,7 @@ def check_settings(config: TunerConfig) -> None:
         ConfigError: names the setting, why, and what to do.
         ModelError: on GPUs, a model's configuration cannot be loaded.
     """
-    model, algorithm, trinity = config.model, config.algorithm, config.trinity
+    model, algorithm = config.model, config.algorithm
     refusals = [
         (config.roles.adapters != "shared", "roles.adapters", "Trinity trains one model, which all roles share"),
         (algorithm.kl_coef != 0, "algorithm.kl_coef", "Trinity weighs the divergence otherwise than the loss"),
@@ -99,34 +99,13 @@ def check_settings(config: TunerConfig) -> None:
             raise ConfigError(f"`auxiliary_models.{name}.tinker_config` has no effect: helpers run on vLLM; remove it")
     _check_service(config)
     if config.trinity.route == "verl":
-        if model.lora is not None:
-            # Trinity asks vLLM for the base model by name, and verl's checkpoints keep adapters apart.
-            raise ConfigError(
-                "`model.lora` is not trained on GPUs by backend `trinity`: its engines would go on sampling the base "
-                "model; remove it, or use `trinity.route: tinker`"
-            )
-        for one in (model, *config.auxiliary_models.values()):
-            _check_code(one)
+        _check_verl(config)
     if config.trinity.route == "tinker":
-        models = [(model, f"model.{key}") for key in ("tensor_parallel_size", "inference_engine_num")]
-        for block, key in (*models, (trinity, "trinity.node_num"), (trinity, "trinity.gpu_per_node")):
-            if block.sets(key.partition(".")[2]):
-                raise ConfigError(f"`{key}` has no effect: `trinity.route` is `tinker`; remove one of them")
-        if model.lora is not None and (model.lora.alpha != 32 or model.lora.target_modules != "all-linear"):
-            raise ConfigError("a Tinker service takes the rank of adapters only; set nothing else in `model.lora`")
-        if model.temperature != 1:
-            raise ConfigError(
-                f"`model.temperature` must be 1 with Trinity's Tinker trainer, got {model.temperature:g}: it compares "
-                "untempered probabilities"
-            )
-        if config.auxiliary_models:
-            raise ConfigError("`auxiliary_models` need inference engines of their own; a Tinker service has one model")
+        _check_tinker(config)
 
 
 def _check_service(config: TunerConfig) -> None:
     given = config.model.tinker_config or {}
-    if given and config.trinity.route == "verl":
-        raise ConfigError("`model.tinker_config` has no effect: `trinity.route` is `verl`; remove one of them")
     unknown = sorted(set(given) - {"base_url", "rank"})
     if unknown:
         raise ConfigError(
@@ -135,6 +114,30 @@ def _check_service(config: TunerConfig) -> None:
         )
     if "rank" in given and (config.model.lora is not None or not given.get("base_url")):
         raise ConfigError("`model.tinker_config.rank` is for a service elsewhere; here, set `model.lora.rank`")
+
+
+def _check_verl(config: TunerConfig) -> None:
+    if config.model.lora is not None:
+        # Trinity asks vLLM for the base model by name, and verl's checkpoints keep adapters apart.
+        raise ConfigError(
+            "`model.lora` is not trained on GPUs by backend `trinity`: its engines would go on sampling the base "
+            "model; remove it, or use `trinity.route: tinker`"
+        )
+    for one in (config.model, *config.auxiliary_models.values()):
+        _check_code(one)
+
+
+def _check_tinker(config: TunerConfig) -> None:
+    lora, temperature = config.model.lora, config.model.temperature
+    if lora is not None and (lora.sets("alpha") or lora.sets("target_modules")):
+        raise ConfigError("a Tinker service takes the rank of adapters only; set nothing else in `model.lora`")
+    if temperature != 1:
+        raise ConfigError(
+            f"`model.temperature` must be 1 with Trinity's Tinker trainer, got {temperature:g}: it compares untempered "
+            "probabilities"
+        )
+    if config.auxiliary_models:
+        raise ConfigError("`auxiliary_models` need inference engines of their own; a Tinker service has one model")
 
 
 def _check_code(model: TunerModelConfig) -> None:
@@ -191,7 +194,9 @@ def translate(
     model, algorithm, trinity = config.model, config.algorithm, config.trinity
     tinker = base_url is not None
     largest = max(algorithm.batch_size, eval_tasks * len(DECODINGS))
-    rounds = math.ceil(largest / (trinity.runners * model.inference_engine_num))
+    # What says how to use GPUs says nothing where there are none.
+    engines = 1 if tinker else model.inference_engine_num
+    rounds = math.ceil(largest / (trinity.runners * engines))
     # Elsewhere the explorer does not wait for an evaluation, nor does the trainer.
     waits = eval_tasks > 0 and trinity.sync_style == "fixed" and trinity.sync_interval == 1
     evaluation_s = group_timeout_s(config) * rounds
@@ -246,7 +251,9 @@ def translate(
             ),
         ),
         cluster=ClusterConfig(
-            ray_address=trinity.ray_address, node_num=trinity.node_num, gpu_per_node=trinity.gpu_per_node
+            ray_address=trinity.ray_address,
+            node_num=0 if tinker else trinity.node_num,
+            gpu_per_node=0 if tinker else trinity.gpu_per_node,
         ),
         buffer=BufferConfig(
             batch_size=algorithm.batch_size,
@@ -273,8 +280,8 @@ def translate(
             max_retry_times=0,
             concurrent_mode="sequential",
             rollout_model=InferenceModelConfig(
-                engine_num=model.inference_engine_num,
-                tensor_parallel_size=model.tensor_parallel_size,
+                engine_num=engines,
+                tensor_parallel_size=1 if tinker else model.tensor_parallel_size,
                 enable_openai_api=not tinker,
                 seed=config.seed,
             ),
@@ -303,7 +310,7 @@ def translate(
         ),
         monitor=MonitorConfig(monitor_type=_MONITOR, monitor_args={"recorder": recorder}),
         synchronizer=SynchronizerConfig(
-            sync_method=SyncMethod(trinity.sync_method or ("memory" if tinker else "nccl")),
+            sync_method=_sync_method(trinity.sync_method, tinker=tinker),
             sync_style=SyncStyle(trinity.sync_style),
             sync_interval=trinity.sync_interval,
             sync_timeout=int(trinity.sync_timeout_s),
@@ -313,6 +320,12 @@ def translate(
         _set(result, key, value)
     result.algorithm.policy_loss_fn_args["sequence_parallel"] = result.trainer.ulysses_sequence_parallel_size
     return result
+
+
+def _sync_method(asked: str | None, *, tinker: bool) -> SyncMethod:
+    if tinker:
+        return SyncMethod.CHECKPOINT if asked == "checkpoint" else SyncMethod.MEMORY
+    return SyncMethod(asked or "nccl")
 
 
 def _most_experiences(algorithm: AlgorithmSettings) -> int:
