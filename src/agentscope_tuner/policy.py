@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from agentscope_tuner.errors import PromptTooLongError
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
@@ -74,3 +76,18 @@ class Policy(Protocol):
         Raises:
             PromptTooLongError: the prompt leaves no room in the context.
         """
+
+
+def room_for_tokens(prompt_ids: list[int], max_model_len: int) -> int:
+    """How many tokens may follow a prompt.
+
+    Raises:
+        PromptTooLongError: none.
+    """
+    room = max_model_len - len(prompt_ids)
+    if room < 1:
+        raise PromptTooLongError(
+            f"a prompt has {len(prompt_ids)} tokens, and `model.max_model_len` is {max_model_len}; raise it, or let "
+            "the agent send less"
+        )
+    return room

@@ -75,8 +75,8 @@ class Rollout:
 
     @property
     def trainable_targets(self) -> list[str] | None:
-        """The configuration's targets, or else the workflow's."""
-        return self.config.trainable_targets or self.workflow.trainable_targets
+        """The roles whose turns are recorded; None: all of them."""
+        return self.config.targets(self.workflow.trainable_targets)
 
     async def run(
         self,

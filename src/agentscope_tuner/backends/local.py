@@ -112,7 +112,7 @@ def choose_cast(config: TunerConfig, workflow: WorkflowRunner) -> Cast:
     """
     if config.roles.adapters == "shared":
         return Cast()
-    roles = config.workflow.trainable_targets or workflow.trainable_targets
+    roles = config.workflow.targets(workflow.trainable_targets)
     if roles is None:
         raise RoleError(
             "`roles.adapters: per_role` makes an adapter for each role before any episode is run; name them in "

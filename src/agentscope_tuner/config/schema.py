@@ -191,6 +191,10 @@ class WorkflowConfig(_Config):
     max_concurrency: int = Field(default=256, ge=1)
     """Episodes that run at the same time."""
 
+    def targets(self, own: list[str] | None) -> list[str] | None:
+        """The roles to train, of a workflow that itself names `own`; None: all of them."""
+        return self.trainable_targets or own
+
 
 class OpponentPoolConfig(_Config):
     """Past versions of adapters as opponents, so that hostile roles do not chase each other in circles.

@@ -25,8 +25,8 @@ from agentscope_tuner.engine.decoder import Decoder, choose_decoder, kernels_for
 from agentscope_tuner.engine.drafts import Drafts
 from agentscope_tuner.engine.models import LoadedModel
 from agentscope_tuner.engine.slots import Slot, Slots
-from agentscope_tuner.errors import ConfigError, PromptTooLongError
-from agentscope_tuner.policy import Sample, SamplingParams
+from agentscope_tuner.errors import ConfigError
+from agentscope_tuner.policy import Sample, SamplingParams, room_for_tokens
 
 _TRUNK_TOKENS = 64
 """A trunk is at least this long ..."""
@@ -159,12 +159,7 @@ class Sampler:
         Raises:
             PromptTooLongError: the prompt leaves no room in the context.
         """
-        room = self._loaded.max_model_len - len(prompt_ids)
-        if room < 1:
-            raise PromptTooLongError(
-                f"a prompt has {len(prompt_ids)} tokens, and `model.max_model_len` is {self._loaded.max_model_len}; "
-                "raise it, or let the agent send less"
-            )
+        room = room_for_tokens(prompt_ids, self._loaded.max_model_len)
         call = self._calls[episode_id]
         self._calls[episode_id] += 1
         request = _Request(

@@ -40,7 +40,7 @@ from agentscope_tuner.tinker_service.protocol import (
     parse_forward_backward,
     sample_response,
 )
-from agentscope_tuner.tinker_service.service import CheckpointKind, Service
+from agentscope_tuner.tinker_service.service import CheckpointKind, Service, checkpoint_path
 
 _logger = logging.getLogger(__name__)
 
@@ -281,7 +281,7 @@ class TinkerServer:
     async def _sign(self, request: Request) -> _Answer:
         """Addresses that need no key, for a while, of all files of a checkpoint that was saved to be taken away."""
         model_id, name = request.path_params["model_id"], request.path_params["name"]
-        folder = self._service.checkpoint(f"tinker://{model_id}/external_weights/{name}")
+        folder = self._service.checkpoint(checkpoint_path(model_id, "external_weights", name))
         expires = datetime.now(UTC) + _SIGNED_FOR
         grant = secrets.token_urlsafe(16)
         self._grants[grant] = (folder, expires)

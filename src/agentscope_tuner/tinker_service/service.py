@@ -50,6 +50,23 @@ _ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 _MLP = ["gate_proj", "up_proj", "down_proj"]
 
 
+def checkpoint_path(model_id: str, kind: str, name: str) -> str:
+    """What clients call a checkpoint."""
+    return f"{_SCHEME}{model_id}/{kind}/{name}"
+
+
+def checkpoint_folder(root: Path, path: str) -> Path:
+    """Where a service whose folder is `root` keeps the checkpoint that clients call `path`.
+
+    Raises:
+        UserError: this is no such name.
+    """
+    parts = path.removeprefix(_SCHEME).split("/")
+    if not path.startswith(_SCHEME) or not all(_NAME.fullmatch(part) and part[0] != "." for part in parts):
+        raise UserError(f"checkpoints are named `{checkpoint_path('<model>', '<kind>', '<name>')}`, got `{path}`")
+    return root.joinpath(*parts)
+
+
 @dataclass(slots=True)
 class _Training:
     """A model that learns."""
@@ -239,12 +256,12 @@ class Service:
         name = name or secrets.token_hex(4)
         if not _NAME.fullmatch(name) or name.startswith("."):
             raise UserError(f"a checkpoint cannot be called `{name}`; use letters, digits, `.`, `-` and `_`")
-        path = f"{_SCHEME}{model_id}/{kind}/{name}"
+        path = checkpoint_path(model_id, kind, name)
         optimizer = self._optimizer(training, AdamParams()) if kind == "weights" else None
         updates = training.optimizer.updates if training.optimizer is not None else 0
         lora = training.loaded.lora
         state = TrainerState(updates, updates, 0, lora=None if lora is None else lora.model_dump())
-        write_checkpoint(self._folder_of(path), training.loaded, optimizer, state)
+        write_checkpoint(checkpoint_folder(self.folder, path), training.loaded, optimizer, state)
         return path
 
     # ------------------------------------------------------------------------------------------- checkpoints
@@ -255,7 +272,7 @@ class Service:
         Raises:
             UserError: there is none of this path.
         """
-        folder = self._folder_of(path)
+        folder = checkpoint_folder(self.folder, path)
         if not folder.is_dir():
             raise UserError(f"there is no checkpoint `{path}` in `{self.folder}`")
         return folder
@@ -266,17 +283,13 @@ class Service:
         Raises:
             UserError: there is none of this name.
         """
-        kinds = [""] if "/" in name else [f"{kind}/" for kind in get_args(CheckpointKind)]  # a bare name is of any kind
-        found = [folder for kind in kinds if (folder := self._folder_of(f"{_SCHEME}{model_id}/{kind}{name}")).is_dir()]
+        kind, _, bare = name.rpartition("/")
+        kinds = [kind] if kind else get_args(CheckpointKind)  # a bare name is of any kind
+        paths = (checkpoint_path(model_id, kind, bare) for kind in kinds)
+        found = [folder for path in paths if (folder := checkpoint_folder(self.folder, path)).is_dir()]
         if not found:
             raise UserError(f"there is no checkpoint `{name}` of model `{model_id}`")
         await asyncio.to_thread(shutil.rmtree, found[0])
-
-    def _folder_of(self, path: str) -> Path:
-        parts = path.removeprefix(_SCHEME).split("/")
-        if not path.startswith(_SCHEME) or not all(_NAME.fullmatch(part) and part[0] != "." for part in parts):
-            raise UserError(f"checkpoints are named `{_SCHEME}<model>/<kind>/<name>`, got `{path}`")
-        return self.folder.joinpath(*parts)
 
     # ---------------------------------------------------------------------------------------------- sampling
 

@@ -16,8 +16,7 @@ from trinity.manager.synchronizer import Synchronizer
 from agentscope_tuner.chat import ChatRenderer
 from agentscope_tuner.config import TunerModelConfig
 from agentscope_tuner.engine.models import load_reader
-from agentscope_tuner.errors import PromptTooLongError
-from agentscope_tuner.policy import Sample, SamplingParams
+from agentscope_tuner.policy import Sample, SamplingParams, room_for_tokens
 from agentscope_tuner.recorder import PolicyModel
 
 _POLL_S = 0.05
@@ -56,12 +55,7 @@ class EnginePolicy:
         Raises:
             PromptTooLongError: the prompt leaves no room in the context.
         """
-        left = self.max_model_len - len(prompt_ids)
-        if left < 1:
-            raise PromptTooLongError(
-                f"a prompt has {len(prompt_ids)} tokens, and `model.max_model_len` is {self.max_model_len}; raise it, "
-                "or let the agent send less"
-            )
+        left = room_for_tokens(prompt_ids, self.max_model_len)
         sample = await self._complete(prompt_ids, replace(params, max_tokens=min(params.max_tokens, left)))
         for token in sample.token_ids if on_token is not None else ():
             on_token(token)  # type: ignore[misc]

@@ -38,6 +38,7 @@ from agentscope_tuner.errors import ConfigError, TrainingStoppedError, TunerErro
 from agentscope_tuner.readers import TaskStream, load_tasks, planned_steps
 from agentscope_tuner.reporting import ProgressView, RunFolder, stored_evaluation
 from agentscope_tuner.rollout import Rollout, run_to_end
+from agentscope_tuner.tinker_service.service import checkpoint_folder
 from agentscope_tuner.types import Episode, EvalResult, TuneResult
 from agentscope_tuner.workflow import JudgeRunner, WorkflowRunner
 
@@ -57,11 +58,6 @@ class _Service:
     process: subprocess.Popen[bytes] | None
     """None: not ours."""
     folder: Path | None
-
-    def folder_of(self, path: str) -> Path:
-        """Where a service of ours keeps a checkpoint."""
-        assert self.folder is not None
-        return self.folder.joinpath(*path.removeprefix("tinker://").split("/"))
 
 
 class TrinityRun:
@@ -216,7 +212,7 @@ class TrinityRun:
             .options(name=self._name, namespace=self._name, num_cpus=0, scheduling_strategy=here)
             .remote(
                 self.config,
-                self.config.workflow.trainable_targets or self.workflow.trainable_targets,
+                self.config.workflow.targets(self.workflow.trainable_targets),
                 str(self.folder.path),
                 done=done,
                 steps=self.steps,
@@ -355,7 +351,7 @@ class TrinityRun:
         needed = _steps_done(self._job / "trainer_meta.json")
         for step in sorted(saved)[: -self.config.checkpoint.keep]:
             if step < needed:
-                shutil.rmtree(service.folder_of(saved[step].read_text().strip()), ignore_errors=True)
+                shutil.rmtree(checkpoint_folder(service.folder, saved[step].read_text().strip()), ignore_errors=True)
                 saved[step].unlink()
 
     def _verify(self, status: dict[str, Any] | None, code: int, log: Path) -> None:
@@ -403,7 +399,7 @@ class TrinityRun:
         if service.folder is None:
             download_model(service.base_url, path, self.config.model, target)
         else:
-            copy_model(service.folder_of(path), target)
+            copy_model(checkpoint_folder(service.folder, path), target)
         return target
 
 
