@@ -347,6 +347,23 @@ def test_what_a_silent_client_trained_is_let_go(
         served.stop()
 
 
+@pytest.mark.parametrize("as_text", [False, True])
+def test_stops_are_tokens_or_strings(served: Served, *, as_text: bool) -> None:
+    sampler = served.client().create_sampling_client(base_model=served.service.directory).result()
+    decode = AutoTokenizer.from_pretrained(served.service.directory).decode
+    ends = set(range(65, 97))  # of some 250 tokens, most of them bytes
+    stop: Any = [decode([one]) for one in ends] if as_text else list(ends)
+    params = types.SamplingParams(max_tokens=16, seed=1, stop=stop)
+    sequences = sampler.sample(types.ModelInput.from_ints(PROMPT), num_samples=32, sampling_params=params)
+    stopped = 0
+    for sequence in sequences.result().sequences:
+        *before, last = sequence.tokens
+        assert not ends & {*before}
+        assert sequence.stop_reason == ("stop" if last in ends or len(before) < 15 else "length")
+        stopped += last in ends
+    assert stopped > 8
+
+
 def test_any_whole_number_is_a_seed(served: Served) -> None:
     sampler = served.client().create_sampling_client(base_model=served.service.directory).result()
     for seed in (-1, 2**63 - 1):

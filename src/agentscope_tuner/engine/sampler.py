@@ -491,10 +491,13 @@ class Sampler:
                 self._leave(request.episode_id)
 
     def _finish_reason(self, request: _Request, token: int) -> str | None:
-        if token in self._loaded.end_of_turn_ids:
+        params = request.params
+        if token in self._loaded.end_of_turn_ids or token in params.stop_ids:
             return "stop"
-        if request.params.stop:
-            text = self._loaded.tokenizer.decode(request.token_ids, skip_special_tokens=False)
-            if any(stop in text for stop in request.params.stop):
+        if params.stop:
+            # A token is at least a byte; some decoders treat the first one's space in their own way.
+            tail = request.token_ids[-max(len(stop.encode()) for stop in params.stop) - 4 :]
+            text = self._loaded.tokenizer.decode(tail, skip_special_tokens=False)
+            if any(stop in text for stop in params.stop):
                 return "stop"
         return "length" if len(request.token_ids) >= request.budget else None

@@ -343,16 +343,13 @@ class Service:
         if room < 1:
             raise UserError(f"the prompt has {prompt} tokens, and the context {loaded.max_model_len}; none is left")
         stop = [given.stop] if isinstance(given.stop, str) else given.stop or []
-        if any(isinstance(one, int) and one not in loaded.end_of_turn_ids for one in stop):
-            raise UserError(
-                f"`stop` names token ids that do not end a turn ({sorted(loaded.end_of_turn_ids)} do); name strings"
-            )
         return SamplingParams(
             temperature=given.temperature,
             top_p=given.top_p,
             top_k=max(0, given.top_k),
             max_tokens=min(given.max_tokens or room, room),
             stop=tuple(one for one in stop if isinstance(one, str)),
+            stop_ids=frozenset(one for one in stop if isinstance(one, int)),
         )
 
     @asynccontextmanager
