@@ -50,8 +50,8 @@ class Oracle(Drafts):
 def steps_of(sampler: Sampler, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many rows each step has, noted while the sampler runs."""
     steps: list[int] = []
-    compute = sampler._compute
-    monkeypatch.setattr(sampler, "_compute", lambda rows, width: steps.append(len(rows)) or compute(rows, width))
+    runner, hidden = sampler._runner, sampler._runner.hidden
+    monkeypatch.setattr(runner, "hidden", lambda rows, width: steps.append(len(rows)) or hidden(rows, width))
     return steps
 
 

@@ -59,7 +59,7 @@ def greedy(sampler, prompts: list[list[int]], tokens: int = 16) -> list[Sample]:
 def test_log_probabilities_of_sampler_learner_and_transformers_agree(tiny_model_dir: Path, fast: bool) -> None:
     loaded = load(tiny_model_dir)
     sampler = start(loaded, fast_decoder=fast, max_slots=16)
-    assert isinstance(sampler._decoder, FusedDecoder if fast else ModuleDecoder)
+    assert isinstance(sampler._runner.decoder, FusedDecoder if fast else ModuleDecoder)
     calls = play(loaded, sampler)
     learned = learner_of(loaded).logprobs(calls)
     for call, ours in zip(calls, learned, strict=True):
@@ -262,7 +262,7 @@ def save_family(family: str, tiny_model_dir: Path, folder: Path) -> Path:
 def test_fused_families_and_grouped_heads(family: str, tiny_model_dir: Path, tmp_path: Path) -> None:
     loaded = load(save_family(family, tiny_model_dir, tmp_path))
     sampler = start(loaded)
-    assert isinstance(sampler._decoder, FusedDecoder)
+    assert isinstance(sampler._runner.decoder, FusedDecoder)
     for call in play(loaded, sampler, episodes=8):
         gap = (torch.tensor(call.logprobs) - plain_logprobs(loaded, call).detach()).abs().max()
         assert gap < 1e-4

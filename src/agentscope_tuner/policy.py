@@ -22,10 +22,10 @@ class SamplingParams:
     max_tokens: int = 1024
     stop: tuple[str, ...] = ()
     """Stop once the text contains one of these; the text ends before it, the recorded tokens include it."""
-    stop_ids: frozenset[int] = frozenset()
-    """Stop after one of these tokens, as after one that ends a turn."""
     seed: int = 0
     """Fixes the random numbers of this completion, whatever else runs in the same batch."""
+    stop_ids: frozenset[int] = frozenset()
+    """Stop after one of these tokens, as after one that ends a turn."""
 
     def greedy(self) -> SamplingParams:
         """The same, always with the likeliest token."""

@@ -347,9 +347,7 @@ class Recorder:
                 "top_k >= 0 and max_tokens >= 1"
             )
         # Greedy evaluation is the run's decision, whatever temperature an agent asks for.
-        if base.temperature == 0:
-            params = SamplingParams(0.0, 1.0, 0, params.max_tokens, params.stop, params.seed)
-        return params
+        return params.greedy() if base.temperature == 0 else params
 
 
 def _kind(model: Any) -> tuple[type, Any]:

@@ -20,20 +20,16 @@ from torch import Tensor
 from agentscope_tuner.algorithms.distributions import draw_tokens
 from agentscope_tuner.algorithms.packing import common_prefix
 from agentscope_tuner.config import EngineConfig
-from agentscope_tuner.engine.attention import KVCache, SlotGroup, SlotLayout
-from agentscope_tuner.engine.decoder import Decoder, choose_decoder, kernels_for
 from agentscope_tuner.engine.drafts import Drafts
+from agentscope_tuner.engine.model_runner import ModelRunner
 from agentscope_tuner.engine.models import LoadedModel
 from agentscope_tuner.engine.slots import Slot, Slots
-from agentscope_tuner.errors import ConfigError
 from agentscope_tuner.policy import Sample, SamplingParams, room_for_tokens
 
 _TRUNK_TOKENS = 64
 """A trunk is at least this long ..."""
 _TRUNK_USERS = 4
 """... and made when at least this many waiting prompts begin with it."""
-_SCORE_ELEMENTS = 2**26
-"""Attention scores computed at once during prefill."""
 _BUNCH = 3
 """Waiting requests begin once they are at least this fraction (one over it) of the active ones."""
 _PATIENCE_SLICE_S = 0.01
@@ -67,36 +63,16 @@ class Sampler:
     """A `Policy` over a loaded model."""
 
     def __init__(self, loaded: LoadedModel, engine: EngineConfig) -> None:
-        """Plan the cache.
+        """Make room for the cache.
 
         Raises:
             ConfigError: not even one sequence of `max_model_len` tokens fits into `engine.kv_cache_gb`.
         """
         self._loaded = loaded
         self._device = loaded.device
-        config = loaded.model.config.get_text_config()
-        kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        token_bytes = 2 * config.num_hidden_layers * kv_heads * head_dim * loaded.model.dtype.itemsize
-        sequence_gb = token_bytes * loaded.max_model_len / 1e9
-        slots = min(engine.max_slots, int(engine.kv_cache_gb / sequence_gb))
-        if slots < 1:
-            raise ConfigError(
-                f"`engine.kv_cache_gb` is {engine.kv_cache_gb}, but one sequence of {loaded.max_model_len} tokens "
-                f"takes {sequence_gb:.2f} GB; raise it, or lower `model.max_model_len`"
-            )
-        self._decoder: Decoder = choose_decoder(loaded, slots, fused=engine.fast_decoder)
-        like = torch.empty(0, dtype=loaded.model.dtype, device=self._device)
-        kernels = kernels_for(loaded, engine)
-        self._cache = KVCache(
-            config.num_hidden_layers, kv_heads, head_dim, slots, loaded.max_model_len + 1, like, kernels
-        )
-        self._heads: int = config.num_attention_heads
+        self._runner = ModelRunner(loaded, engine)
         self._prefill_tokens = engine.prefill_tokens
-        self._flat = kernels is not None
-        """Every token is a row of its own, and nothing is padded: compiled attention reads the keys and values of a
-        sequence once for all of its rows."""
-        self._draft_tokens = engine.draft_tokens if self._flat else 0
+        self._draft_tokens = engine.draft_tokens if self._runner.flat else 0
         self._patience = self._most_patience = engine.patience_ms / 1000
         self.policy_version = 0
         self.tokens_sampled = 0
@@ -200,14 +176,14 @@ class Sampler:
         """
         if self._pending:
             raise RuntimeError("weights changed while completions were under way")
-        self._decoder.refresh()
+        self._runner.decoder.refresh()
         self.policy_version = version
         self._forget()
 
     # ---------------------------------------------------------------------------------------------- batching
 
     def _forget(self) -> None:
-        self._slots = Slots(self._cache.slots)
+        self._slots = Slots(self._runner.cache.slots)
         self._drafts = Drafts()
 
     def _leave(self, episode_id: str) -> None:
@@ -295,8 +271,8 @@ class Sampler:
             scratch = self._slots.victim()
             self._slots.fill(scratch, adapter, None, first[:shared], 0)
             while scratch.missing:
-                self._advance(self._next_tokens([scratch]))
-            self._slots.add_trunk(adapter, first[:shared], self._cache.take(scratch.index, shared))
+                self._advance([scratch])
+            self._slots.add_trunk(adapter, first[:shared], self._runner.cache.take(scratch.index, shared))
         self._slots.drop_unused_trunks()
 
     def _place(self, batch: list[_Request]) -> tuple[list[_Request], list[_Request]]:
@@ -316,8 +292,8 @@ class Sampler:
             else:
                 slot = self._slots.victim(keep=best)
                 if best is not None and best is not slot:
-                    self._cache.reserve(overlap)
-                    self._cache.copy(best.index, slot.index, overlap)
+                    self._runner.cache.reserve(overlap)
+                    self._runner.cache.copy(best.index, slot.index, overlap)
             self._slots.fill(slot, request.adapter, trunk, own, overlap)
             slot.busy = True
             slot.episode_id = request.episode_id
@@ -340,91 +316,22 @@ class Sampler:
         slots = [*by_slot]
         finished: dict[_Request, Tensor] = {}
         while slots:
-            for slot, hidden in self._advance(self._next_tokens(slots)).items():
+            for slot, hidden in self._advance(slots).items():
                 if not slot.missing:
                     finished[by_slot[slot]] = hidden
             slots = [slot for slot in slots if slot.missing]
         ordered = sorted(finished, key=lambda request: request.order)
         self._draw(ordered, torch.stack([finished[request] for request in ordered]))
 
-    def _next_tokens(self, slots: Sequence[Slot]) -> dict[Slot, int]:
-        """Which slots' missing tokens to compute at once, and how many of each."""
-        room = self._prefill_tokens
-        rows: dict[Slot, int] = {}
-        if self._flat:
-            for slot in slots:
-                if room > 0:
-                    rows[slot] = min(slot.missing, room)
-                    room -= rows[slot]
-            return rows
-        # Rows of similar length go together; long ones are cut.
-        ordered = sorted(slots, key=lambda slot: (slot.missing, slot.index))
-        for slot in ordered:
-            width = min(slot.missing, room)
-            keys = slot.cached + width + (len(slot.trunk.ids) if slot.trunk else 0)
-            cells = (len(rows) + 1) * width
-            if rows and (
-                cells > room
-                or cells * keys * self._heads > _SCORE_ELEMENTS
-                or slot.missing > 2 * ordered[0].missing + 16
-            ):
-                break
-            rows[slot] = width
-        if len(rows) == 1:
-            keys = ordered[0].cached + (len(ordered[0].trunk.ids) if ordered[0].trunk else 0) + room
-            rows[ordered[0]] = min(rows[ordered[0]], max(16, int(_SCORE_ELEMENTS // (self._heads * keys))))
-        return rows
-
-    def _advance(self, tokens: dict[Slot, int]) -> dict[Slot, Tensor]:
-        """Compute the next tokens of some slots. Returns the hidden state (D,) of the last one of each."""
-        slots = sorted(tokens, key=self._slots.row_order)
-        if self._flat:
-            rows = [(slot, slot.cached + i, 1) for slot in slots for i in range(tokens[slot])]
-            ends = itertools.accumulate(tokens[slot] for slot in slots)
-            last = self._compute(rows, 1)[[end - 1 for end in ends], 0]
-        else:
-            rows = [(slot, slot.cached, tokens[slot]) for slot in slots]
-            last = self._compute(rows, max(tokens.values()))[range(len(slots)), [tokens[slot] - 1 for slot in slots]]
-        for slot in slots:
-            slot.cached += tokens[slot]
-        self.tokens_prefilled += sum(tokens.values())
-        return dict(zip(slots, last, strict=True))
-
-    def _compute(self, rows: Sequence[tuple[Slot, int, int]], width: int) -> Tensor:
-        """Hidden states (B, width, D) of a span of each row's slot: where it starts, and how many tokens it has.
-
-        Slots that share an adapter, and within it a trunk, must be neighbours. A slot may have several rows: all keys
-        and values are written before any are read.
-        """
-        self._cache.reserve(min(self._cache.limit, max(start for _, start, _ in rows) + width))
-        # Padding may not reach beyond the cache; it is masked, so any place inside will do.
-        ids = [slot.ids[start : start + n] + [0] * (width - n) for slot, start, n in rows]
-        groups: list[SlotGroup] = []
-        positions: list[int] = []
-        speakers: list[tuple[str, int]] = []
-        for _, run in itertools.groupby(rows, key=lambda row: (row[0].adapter, id(row[0].trunk))):
-            members = list(run)
-            first = members[0][0]
-            speakers.append((first.adapter, len(members)))
-            slots, starts, counts = ([*column] for column in zip(*members, strict=True))
-            indices = [slot.index for slot in slots]
-            groups.append(
-                SlotGroup(first.trunk.cache if first.trunk else None, indices, starts, counts, width, self._cache)
-            )
-            offset = len(first.trunk.ids) if first.trunk else 0
-            positions.extend(offset + start for start in starts)
-        limit = self._loaded.max_model_len - 1
-        absolute = torch.tensor(positions, device=self._device)[:, None] + torch.arange(width, device=self._device)
-        return self._decoder.hidden(
-            torch.tensor(ids, device=self._device),
-            absolute.clamp_(max=limit),
-            SlotLayout(self._cache, groups),
-            speakers,
-        )
+    def _advance(self, slots: Sequence[Slot]) -> dict[Slot, Tensor]:
+        before = sum(slot.missing for slot in slots)
+        hidden = self._runner.advance(slots)
+        self.tokens_prefilled += before - sum(slot.missing for slot in slots)
+        return hidden
 
     def _decode(self) -> None:
         """The next token of every active request, and those after it that are guessed rightly."""
-        requests = sorted(self._active, key=lambda request: self._slots.row_order(request.slot))
+        requests = sorted(self._active, key=lambda request: request.slot.row_order)
         self._active = []
         most = min(self._draft_tokens, self._prefill_tokens // len(requests) - 1)
         rows: list[tuple[Slot, int, int]] = []
@@ -433,7 +340,7 @@ class Sampler:
             request.guess = self._drafts.guess(slot.ids, min(most, request.budget - len(request.token_ids) - 1))
             slot.ids += request.guess
             rows += [(slot, at, 1) for at in range(slot.cached, len(slot.ids))]
-        hidden = self._compute(rows, 1)[:, 0]
+        hidden = self._runner.hidden(rows, 1)[:, 0]
         for request in requests:
             del request.slot.ids[len(request.slot.ids) - len(request.guess) :]
         self.rows_decoded += len(rows)
@@ -454,7 +361,7 @@ class Sampler:
                 request.uniforms.append(request.rng.random())
             uniforms += request.uniforms[:rows]
         uniform = torch.tensor(uniforms, dtype=torch.float64, device=self._device)
-        tokens, logprobs = draw_tokens(self._decoder.logits(hidden), params, uniform)
+        tokens, logprobs = draw_tokens(self._runner.decoder.logits(hidden), params, uniform)
         drawn = zip(tokens.tolist(), logprobs.tolist(), strict=True)
         for request in requests:
             self._accept(request, list(itertools.islice(drawn, len(request.guess) + 1)))

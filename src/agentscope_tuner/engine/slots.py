@@ -28,6 +28,8 @@ class Trunk:
     ids: list[int]
     cache: list[tuple[Tensor, Tensor]]
     """Keys and values of each layer (K, P, d)."""
+    number: int
+    """Later ones have higher ones."""
     last_used: int = 0
 
 
@@ -51,6 +53,11 @@ class Slot:
     def missing(self) -> int:
         """How many of its tokens have no keys and values yet."""
         return len(self.ids) - self.cached
+
+    @property
+    def row_order(self) -> tuple[str, int, int]:
+        """Slots that share an adapter, and within it a trunk, are neighbours in this order."""
+        return (self.adapter, self.trunk.number if self.trunk else 0, self.index)
 
 
 class Slots:
@@ -80,7 +87,8 @@ class Slots:
 
     def add_trunk(self, adapter: str, ids: list[int], cache: list[tuple[Tensor, Tensor]]) -> None:
         """Keep a prefix."""
-        self._trunks.append(Trunk(adapter, ids, cache, next(self._clock)))
+        now = next(self._clock)
+        self._trunks.append(Trunk(adapter, ids, cache, now, now))
 
     def drop_unused_trunks(self) -> None:
         """Where there are too many, those that no slot has, the one unused for longest first."""
@@ -127,7 +135,3 @@ class Slots:
         """Its sequence is complete; the tokens stay for the next turn."""
         slot.busy = False
         slot.last_used = next(self._clock)
-
-    def row_order(self, slot: Slot) -> tuple[str, int, int]:
-        """Slots that share an adapter, and within it a trunk, are neighbours in this order."""
-        return (slot.adapter, self._trunks.index(slot.trunk) if slot.trunk in self._trunks else -1, slot.index)
