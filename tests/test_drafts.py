@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -51,7 +52,12 @@ def steps_of(sampler: Sampler, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many rows each step has, noted while the sampler runs."""
     steps: list[int] = []
     runner, hidden = sampler._runner, sampler._runner.hidden
-    monkeypatch.setattr(runner, "hidden", lambda rows, width: steps.append(len(rows)) or hidden(rows, width))
+
+    def noted(spans: list[Any], **options: bool) -> Any:
+        steps.append(sum(tokens for _, _, tokens in spans))
+        return hidden(spans, **options)
+
+    monkeypatch.setattr(runner, "hidden", noted)
     return steps
 
 

@@ -1,8 +1,8 @@
 """Attention over the two layouts this engine works with, plugged into transformers' own modules.
 
-A *layout* says which keys each query sees. The sampler's (`SlotLayout`) reads and extends a key-value cache; the
-learner's (`tree_attention.TreeLayout`) attends along the branches of a prefix tree. Both are explicit batched matrix
-products, with the query heads that share a key-value head folded into the rows, so keys and values are never repeated.
+A *layout* says which keys each query sees. The sampler's (`SlotLayout`, and `RowLayout` where there are compiled
+kernels) read and extend a key-value cache; the learner's (`tree_attention.TreeLayout`) attends along the branches of a
+prefix tree. All fold the query heads that share a key-value head into the rows, so keys and values are never repeated.
 
 Shapes: B batch, H query heads, K key-value heads, G = H // K, N new tokens, T cached tokens, P shared-prefix tokens,
 d head size.
@@ -10,12 +10,14 @@ d head size.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from agentscope_tuner.engine.native import NativeKernels
+from agentscope_tuner.engine.native import TILE, NativeKernels, to_tiles
 from agentscope_tuner.errors import ModelError
 
 ATTENTION_NAME = "agentscope_tuner"
@@ -85,62 +87,118 @@ class CausalLayout:
 class KVCache:
     """Keys and values of `slots` sequences, and of prefixes (trunks) that many of them share.
 
-    A slot's sequence is its trunk followed by its own tokens; only the latter are stored in the slot.
+    A slot's sequence is its trunk followed by its own tokens; only the latter are stored in the slot. Values are
+    (slots, K, capacity, d), and so are keys; but compiled kernels read these in tiles, see `native.to_tiles`.
     """
 
     def __init__(
         self,
-        layers: int,
-        kv_heads: int,
-        head_dim: int,
+        shape: tuple[int, int, int],
         slots: int,
         limit: int,
         like: Tensor,
         kernels: NativeKernels | None = None,
     ) -> None:
+        """An empty one for a model of `shape`: layers, key-value heads, numbers per head. Tensors are as `like` is."""
+        layers, *self._shape = shape
         self.slots = slots
         self.kernels = kernels
         self.limit = limit
         """Most own tokens a slot may ever hold."""
         self.capacity = 0
-        self.token_size = kv_heads * head_dim
+        self.token_size = shape[1] * shape[2]
         """Numbers per token, in the keys as in the values of one layer."""
-        self._shape = (kv_heads, head_dim)
         self._like = like
-        self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
-        for _ in range(layers):
-            self.keys.append(self._empty(0))
-            self.values.append(self._empty(0))
+        self.keys = [self._no_keys(0) for _ in range(layers)]
+        self.values = [self._no_values(0) for _ in range(layers)]
 
-    def _empty(self, capacity: int) -> Tensor:
-        kv_heads, head_dim = self._shape
+    def _no_values(self, capacity: int) -> Tensor:
         # Padding reaches keys that were never written; they are masked, but must be finite.
-        return torch.zeros(self.slots, kv_heads, capacity, head_dim, dtype=self._like.dtype, device=self._like.device)
+        kv_heads, head_dim = self._shape
+        return self._like.new_zeros(self.slots, kv_heads, capacity, head_dim)
+
+    def _no_keys(self, capacity: int) -> Tensor:
+        empty = self._no_values(capacity)
+        return empty if self.kernels is None else to_tiles(empty)
+
+    def _key_rows(self, tokens: int) -> int:
+        """The extent of so many tokens along the third dimension of the keys."""
+        return tokens if self.kernels is None else -(-tokens // TILE)
 
     def reserve(self, tokens: int) -> None:
         """Make room for `tokens` own tokens in every slot."""
         if tokens <= self.capacity:
             return
-        capacity = min(self.limit, max(tokens + 63 & ~63, self.capacity * 3 // 2))
-        for store in (self.keys, self.values):
-            for layer, old in enumerate(store):
-                store[layer] = self._empty(capacity)
-                store[layer][:, :, : self.capacity] = old
+        capacity = min(-(-self.limit // TILE) * TILE, max(tokens + 63 & ~63, self.capacity * 3 // 2 & ~(TILE - 1)))
+        for layer, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
+            self.keys[layer], self.values[layer] = self._no_keys(capacity), self._no_values(capacity)
+            self.keys[layer][:, :, : keys.shape[2]] = keys
+            self.values[layer][:, :, : self.capacity] = values
         self.capacity = capacity
 
     def copy(self, source: int, target: int, tokens: int) -> None:
         """Copy the first own tokens of one slot to another."""
-        for store in (self.keys, self.values):
-            for tensor in store:
-                tensor[target, :, :tokens] = tensor[source, :, :tokens]
+        for keys, values in zip(self.keys, self.values, strict=True):
+            rows = self._key_rows(tokens)
+            keys[target, :, :rows] = keys[source, :, :rows]
+            values[target, :, :tokens] = values[source, :, :tokens]
 
     def take(self, slot: int, tokens: int) -> list[tuple[Tensor, Tensor]]:
-        """Copies of a slot's first own tokens, per layer (K, P, d)."""
+        """Copies of a slot's first own tokens, per layer: values (K, P, d), and keys as they are kept."""
+        rows = self._key_rows(tokens)
         return [
-            (keys[slot, :, :tokens].clone(), values[slot, :, :tokens].clone())
+            (keys[slot, :, :rows].clone(), values[slot, :, :tokens].clone())
             for keys, values in zip(self.keys, self.values, strict=True)
         ]
+
+
+class RowLayout:
+    """New tokens, a row for each, against the cached past of their sequences. Needs compiled kernels."""
+
+    def __init__(
+        self, cache: KVCache, slots: Tensor, own: Tensor, trunks: Sequence[tuple[int, list[tuple[Tensor, Tensor]]]],
+        trunk_of: Tensor,
+    ) -> None:  # fmt: skip
+        """Say where the rows' tokens are.
+
+        Args:
+            cache: holds the sequences.
+            slots: (B,) of each row; rows of one slot are neighbours.
+            own: (B,) the place of each row's token in its slot.
+            trunks: their tokens, and what `KVCache.take` gave for them.
+            trunk_of: (B,) the trunk that each row's sequence begins with, or -1.
+        """
+        assert cache.kernels is not None
+        self.cache = cache
+        self.kernels = cache.kernels
+        self.slots = slots
+        self.own = own
+        self.lengths = own + 1
+        self.trunk_of = trunk_of
+        self._trunks = trunks
+        # Addresses of every layer's keys and values.
+        places = [
+            [(keys.data_ptr(), values.data_ptr(), tokens) for tokens, kept in trunks for keys, values in [kept[layer]]]
+            for layer in range(len(cache.keys))
+        ]
+        self.trunks = torch.tensor(places).view(len(places), -1, 3)
+
+    def rows(self, rows: slice) -> RowLayout:
+        """Some of the rows."""
+        return RowLayout(self.cache, self.slots[rows], self.own[rows], self._trunks, self.trunk_of[rows])
+
+    def attend_queries(self, layer: int, q: Tensor) -> Tensor:
+        """Map scaled q (B, H, d), float32, to outputs (B, H, d) in the cache's type; keys and values are there."""
+        cache = self.cache
+        return self.kernels.attend(
+            q, cache.keys[layer], cache.values[layer], self.slots, self.lengths, self.trunks[layer], self.trunk_of
+        )
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
+        """Write keys and values (B, K, 1, d) into the cache, and attend: q (B, H, 1, d) to outputs (B, 1, H, d)."""
+        self.cache.keys[layer][self.slots, :, self.own // TILE, :, self.own % TILE] = k[:, :, 0]
+        self.cache.values[layer][self.slots, :, self.own] = v[:, :, 0]
+        return self.attend_queries(layer, (q[:, :, 0].float() * scaling).contiguous())[:, None]
 
 
 class SlotGroup:
@@ -166,18 +224,16 @@ class SlotGroup:
             slice(slots[0], slots[0] + len(slots)) if slots == list(range(slots[0], slots[0] + len(slots))) else None
         )
         self.slots = torch.tensor(slots, device=device)
-        self.kernels = cache.kernels if new == 1 else None
         # (B, N); padding at the end of the context would run out of the slot. What it overwrites there is not read:
         # a row that is padded has fewer tokens than that.
         self.own = (torch.tensor(starts, device=device)[:, None] + torch.arange(new, device=device)).clamp_(
             max=capacity - 1
         )
         self.keys = min(max(starts) + new, capacity)
-        self.lengths = self.own[:, 0] + 1
         self.by_row = (
             device.type == "cpu" and (self.contiguous is None or new > 1) and cache.token_size * self.keys > _BY_ROW
         )
-        if self.by_row or self.kernels is not None:
+        if self.by_row:
             return
         visible = torch.arange(self.keys, device=device) <= self.own[:, :, None]
         self.mask = torch.zeros(visible.shape, device=device).masked_fill_(~visible, MASKED)[:, None, None]
@@ -189,6 +245,12 @@ class SlotLayout:
     def __init__(self, cache: KVCache, groups: list[SlotGroup]) -> None:
         self.cache = cache
         self.groups = groups
+
+    def rows(self, rows: slice) -> SlotLayout:
+        """Some of the rows, which are those of whole groups."""
+        ends = [*itertools.accumulate(group.rows for group in self.groups)]
+        groups = [group for group, end in zip(self.groups, ends, strict=True) if rows.start < end <= rows.stop]
+        return SlotLayout(self.cache, groups)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
         """Rows of the batch are the groups' rows, one group after the other."""
@@ -208,10 +270,6 @@ class SlotLayout:
         where = (group.slots[:, None], slice(None), group.own)
         keys[where] = k.transpose(1, 2)
         values[where] = v.transpose(1, 2)
-        if group.kernels is not None:
-            trunk = group.trunk[layer] if group.trunk is not None else None
-            out = group.kernels.attend(q[:, :, 0], keys, values, group.slots, group.lengths, trunk)
-            return out[:, None]
         if group.by_row:
             return self._attend_rows(layer, group, q)
         own = group.contiguous if group.contiguous is not None else group.slots

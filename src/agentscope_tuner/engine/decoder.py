@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from agentscope_tuner.config import EngineConfig
-from agentscope_tuner.engine.attention import CausalLayout, Layout, SlotLayout
+from agentscope_tuner.engine.attention import CausalLayout, KVCache, RowLayout, SlotLayout
 from agentscope_tuner.engine.models import LoadedModel, layer_weight, low_rank_update
 from agentscope_tuner.engine.native import NativeKernels, native_kernels
 
@@ -24,6 +24,7 @@ FUSED_FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 """Architectures made of RMSNorm, rotary attention (with or without query-key norms) and a gated MLP."""
 
 
+CacheLayout = CausalLayout | SlotLayout | RowLayout
 Speakers = Sequence[tuple[str, int]]
 """The adapter of each of the layout's groups of rows, and how many rows it has. Empty: no row has an adapter."""
 
@@ -34,11 +35,11 @@ class Decoder(Protocol):
     def refresh(self) -> None:
         """The weights have changed."""
 
-    def hidden(self, ids: Tensor, positions: Tensor, layout: Layout, speakers: Speakers = ()) -> Tensor:
+    def hidden(self, ids: Tensor, positions: Tensor, layout: CacheLayout, speakers: Speakers = ()) -> Tensor:
         """(B, N) token ids and absolute positions to (B, N, D)."""
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """(B, D) to (B, V), float32."""
+        """(B, D) to (B, V)."""
 
 
 class ModuleDecoder:
@@ -50,25 +51,23 @@ class ModuleDecoder:
     def refresh(self) -> None:
         """Nothing to do: the modules hold the weights."""
 
-    def hidden(self, ids: Tensor, positions: Tensor, layout: Layout, speakers: Speakers = ()) -> Tensor:
+    def hidden(self, ids: Tensor, positions: Tensor, layout: CacheLayout, speakers: Speakers = ()) -> Tensor:
         """(B, N) token ids and absolute positions to (B, N, D)."""
-        if not self._loaded.adapters or not isinstance(layout, SlotLayout):
+        if not self._loaded.adapters or isinstance(layout, CausalLayout):
             return self._loaded.hidden_states(ids, positions, layout)
         # The modules hold one adapter at a time.
-        outs, row, group = [], 0, 0
+        outs, row = [], 0
         for adapter, members in groupby(speakers, key=itemgetter(0)):
-            sizes = [rows for _, rows in members]
-            part = SlotLayout(layout.cache, layout.groups[group : group + len(sizes)])
-            rows = slice(row, row + sum(sizes))
+            rows = slice(row, row + sum(count for _, count in members))
             with self._loaded.speaking_as(adapter):
-                outs.append(self._loaded.hidden_states(ids[rows], positions[rows], part))
-            row, group = rows.stop, group + len(sizes)
+                outs.append(self._loaded.hidden_states(ids[rows], positions[rows], layout.rows(rows)))
+            row = rows.stop
         return torch.cat(outs)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """(B, D) to (B, V), float32."""
+        """(B, D) to (B, V)."""
         logits: Tensor = self._loaded.head(hidden)
-        return logits.float()
+        return logits
 
 
 class _Linear:
@@ -126,8 +125,10 @@ class _Layer:
         self.out = join(attention.o_proj)
         self.gate_up = join(mlp.gate_proj, mlp.up_proj)
         self.down = join(mlp.down_proj)
-        self.q_norm = attention.q_norm.weight.detach() if hasattr(attention, "q_norm") else None
-        self.k_norm = attention.k_norm.weight.detach() if hasattr(attention, "k_norm") else None
+        self.norms: tuple[Tensor, Tensor] | None = None
+        """Over the heads of queries and of keys."""
+        if hasattr(attention, "q_norm"):
+            self.norms = (attention.q_norm.weight.detach(), attention.k_norm.weight.detach())
         self.scaling = attention.scaling
 
 
@@ -151,8 +152,7 @@ class FusedDecoder:
         self._packed = packed
         config = loaded.model.config
         self._heads = config.num_attention_heads
-        self._kv_heads = config.num_key_value_heads
-        self._head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        _, self._kv_heads, self._head_dim = cache_shape(loaded)
         self._eps = config.rms_norm_eps
         self._cos, sin = rotary_table(loaded)
         half = self._head_dim // 2
@@ -173,7 +173,7 @@ class FusedDecoder:
         # rotate_half(x) * sin, with the sign already in the table
         return x * cos + x.roll(self._head_dim // 2, -1) * sin
 
-    def hidden(self, ids: Tensor, positions: Tensor, layout: Layout, speakers: Speakers = ()) -> Tensor:
+    def hidden(self, ids: Tensor, positions: Tensor, layout: CacheLayout, speakers: Speakers = ()) -> Tensor:
         """(B, N) token ids and absolute positions to (B, N, D)."""
         b, n = ids.shape
         heads, kv, d = self._heads, self._kv_heads, self._head_dim
@@ -184,9 +184,8 @@ class FusedDecoder:
             normed = F.rms_norm(x, (width,), layer.norm_in, self._eps)
             joined = layer.qkv(normed, speakers).view(b, n, heads + 2 * kv, d)
             q, k, v = joined.split([heads, kv, kv], 2)
-            if layer.q_norm is not None and layer.k_norm is not None:
-                q = F.rms_norm(q, (d,), layer.q_norm, self._eps)
-                k = F.rms_norm(k, (d,), layer.k_norm, self._eps)
+            if layer.norms is not None:
+                q, k = (F.rms_norm(x, (d,), norm, self._eps) for x, norm in zip((q, k), layer.norms, strict=True))
             q, k = self._rotate(q, cos, sin), self._rotate(k, cos, sin)
             attended = layout.attend(index, q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), layer.scaling)
             x = x + layer.out(attended.reshape(b, n, heads * d), speakers)
@@ -196,13 +195,48 @@ class FusedDecoder:
         return F.rms_norm(x, (width,), self._norm, self._eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """(B, D) to (B, V), float32."""
-        return self._head(hidden).float()
+        """(B, D) to (B, V)."""
+        return self._head(hidden)
+
+
+class NativeDecoder(FusedDecoder):
+    """The same, with compiled steps between matrix products. Every token is a row of its own."""
+
+    def __init__(self, loaded: LoadedModel, rows: int, *, packed: bool) -> None:
+        super().__init__(loaded, rows, packed=packed)
+        cosines, sines = rotary_table(loaded)
+        self._table = (cosines.float(), sines.float())
+
+    def hidden(self, ids: Tensor, positions: Tensor, layout: CacheLayout, speakers: Speakers = ()) -> Tensor:
+        """(B, 1) token ids and absolute positions to (B, 1, D)."""
+        assert isinstance(layout, RowLayout)
+        kernels, cache, at = layout.kernels, layout.cache, positions[:, 0].contiguous()
+        # What the layers add up stays in float32, whatever the weights are.
+        x = F.embedding(ids[:, 0], self._embedding).float()
+        y: Tensor | None = None
+        for index, layer in enumerate(self._layers):
+            normed = kernels.add_norm(x, y, layer.norm_in, self._eps)
+            queries = kernels.split_heads(
+                layer.qkv(normed, speakers), layer.norms, self._table, at, layout.slots, layout.own,
+                cache.keys[index], cache.values[index], layer.scaling, self._eps,
+            )  # fmt: skip
+            y = layer.out(layout.attend_queries(index, queries).flatten(1), speakers)
+            normed = kernels.add_norm(x, y, layer.norm_mid, self._eps)
+            y = layer.down(kernels.gate_joined(layer.gate_up(normed, speakers)), speakers)
+        return kernels.add_norm(x, y, self._norm, self._eps)[:, None]
+
+
+def cache_shape(loaded: LoadedModel) -> tuple[int, int, int]:
+    """Layers, key-value heads, and numbers per head."""
+    config = loaded.model.config.get_text_config()
+    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return config.num_hidden_layers, kv_heads, head_dim
 
 
 def kernels_for(loaded: LoadedModel, engine: EngineConfig) -> NativeKernels | None:
     """The compiled kernels, where they may be used and know the model's numbers."""
-    fits = engine.fast_decoder and loaded.device.type == "cpu" and loaded.model.dtype == torch.float32
+    fits = engine.fast_decoder and loaded.device.type == "cpu" and loaded.model.dtype in (torch.float32, torch.bfloat16)
     return native_kernels() if fits else None
 
 
@@ -215,34 +249,43 @@ def has_fused_form(loaded: LoadedModel) -> bool:
 
 
 @torch.no_grad()
-def choose_decoder(loaded: LoadedModel, rows: int, *, fused: bool) -> Decoder:
+def choose_decoder(loaded: LoadedModel, rows: int, engine: EngineConfig) -> Decoder:
     """The fastest decoder that computes what the model computes.
 
     Args:
         loaded: the model.
         rows: typical batch size, for which weights are packed.
-        fused: whether the fused decoder may be used.
+        engine: says whether the fused decoders may be used.
     """
     modules = ModuleDecoder(loaded)
-    if not fused or not has_fused_form(loaded):
+    if not engine.fast_decoder or not has_fused_form(loaded):
         return modules
-    device = loaded.device
-    length = min(12, loaded.max_model_len)
-    probe = (torch.arange(2 * length, device=device) * 7919 % loaded.vocabulary).view(2, length)
-    positions = torch.arange(length, device=device).expand(2, length)
-
-    def logprobs(decoder: Decoder) -> Tensor:
-        hidden = decoder.hidden(probe, positions, CausalLayout())
-        return torch.log_softmax(decoder.logits(hidden.reshape(2 * length, -1)), -1)
-
-    expected = logprobs(modules)
+    expected = _probe(modules, loaded, None)
+    kernels = kernels_for(loaded, engine)
+    kind = FusedDecoder if kernels is None else NativeDecoder
     tolerance = 1e-4 if loaded.model.dtype == torch.float32 else 1e-1
-    for packed in (True, False) if device.type == "cpu" else (False,):
+    for packed in (True, False) if loaded.device.type == "cpu" else (False,):
         try:
-            candidate = FusedDecoder(loaded, rows, packed=packed)
-            difference = (logprobs(candidate) - expected).abs().max().item()
+            candidate = kind(loaded, rows, packed=packed)
+            difference = (_probe(candidate, loaded, kernels) - expected).abs().max().item()
         except (AttributeError, RuntimeError):  # a layer is missing, or this PyTorch lacks the packed operators
             continue
         if difference < tolerance:
             return candidate
     return modules
+
+
+def _probe(decoder: Decoder, loaded: LoadedModel, kernels: NativeKernels | None) -> Tensor:
+    """Log-probabilities (2 N, V) for two sequences of N tokens."""
+    device, length = loaded.device, min(12, loaded.max_model_len)
+    probe = (torch.arange(2 * length, device=device) * 7919 % loaded.vocabulary).view(2, length)
+    positions = torch.arange(length, device=device).expand(2, length)
+    layout: CacheLayout = CausalLayout()
+    if kernels is not None:
+        cache = KVCache(cache_shape(loaded), 2, length, torch.empty(0, dtype=loaded.model.dtype), kernels)
+        cache.reserve(length)
+        probe, positions = probe.reshape(-1, 1), positions.reshape(-1, 1)
+        slots = torch.arange(2).repeat_interleave(length)
+        layout = RowLayout(cache, slots, positions[:, 0].contiguous(), (), torch.full_like(slots, -1))
+    hidden = decoder.hidden(probe, positions, layout)
+    return torch.log_softmax(decoder.logits(hidden.reshape(2 * length, -1)).float(), -1)

@@ -22,10 +22,9 @@ from agentscope_tuner.algorithms.distributions import temper, truncate
 from agentscope_tuner.algorithms.losses import entropy, k3_divergence, policy_loss
 from agentscope_tuner.algorithms.packing import PackedTree, pack
 from agentscope_tuner.config import AlgorithmConfig, EngineConfig
-from agentscope_tuner.engine.decoder import kernels_for
 from agentscope_tuner.engine.models import LoadedModel
 from agentscope_tuner.engine.optimizer import Optimizer
-from agentscope_tuner.engine.trainable import choose_forward, head_rows, run_tree
+from agentscope_tuner.engine.trainable import choose_forward, head_rows, learner_kernels, run_tree
 from agentscope_tuner.errors import ParityError
 from agentscope_tuner.types import ModelCall
 
@@ -117,7 +116,7 @@ class Learner:
         self._total_updates = total_updates
         self._loaded = loaded
         self._algorithm = algorithm
-        self._kernels = kernels_for(loaded, engine)
+        self._kernels = learner_kernels(loaded, engine)
         self._forward = choose_forward(loaded, self._kernels)
         self._micro_batch_tokens = engine.micro_batch_tokens
         self._max_tokens = max_tokens

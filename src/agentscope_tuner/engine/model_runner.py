@@ -7,17 +7,20 @@ tokens at a time.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from agentscope_tuner.algorithms.distributions import draw_tokens
 from agentscope_tuner.config import EngineConfig
-from agentscope_tuner.engine.attention import KVCache, SlotGroup, SlotLayout
-from agentscope_tuner.engine.decoder import Decoder, choose_decoder, kernels_for
+from agentscope_tuner.engine.attention import KVCache, RowLayout, SlotGroup, SlotLayout
+from agentscope_tuner.engine.decoder import Decoder, cache_shape, choose_decoder, kernels_for
 from agentscope_tuner.engine.models import LoadedModel
 from agentscope_tuner.engine.slots import Slot
 from agentscope_tuner.errors import ConfigError
+from agentscope_tuner.policy import SamplingParams
 
 _SCORE_ELEMENTS = 2**26
 """Attention scores computed at once during prefill."""
@@ -34,10 +37,8 @@ class ModelRunner:
         """
         self._loaded = loaded
         self._device = loaded.device
-        config = loaded.model.config.get_text_config()
-        kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        token_bytes = 2 * config.num_hidden_layers * kv_heads * head_dim * loaded.model.dtype.itemsize
+        shape = cache_shape(loaded)
+        token_bytes = 2 * math.prod(shape) * loaded.model.dtype.itemsize
         sequence_gb = token_bytes * loaded.max_model_len / 1e9
         slots = min(engine.max_slots, int(engine.kv_cache_gb / sequence_gb))
         if slots < 1:
@@ -45,13 +46,11 @@ class ModelRunner:
                 f"`engine.kv_cache_gb` is {engine.kv_cache_gb}, but one sequence of {loaded.max_model_len} tokens "
                 f"takes {sequence_gb:.2f} GB; raise it, or lower `model.max_model_len`"
             )
-        self.decoder: Decoder = choose_decoder(loaded, slots, fused=engine.fast_decoder)
+        self.decoder: Decoder = choose_decoder(loaded, slots, engine)
         like = torch.empty(0, dtype=loaded.model.dtype, device=self._device)
         kernels = kernels_for(loaded, engine)
-        self.cache = KVCache(
-            config.num_hidden_layers, kv_heads, head_dim, slots, loaded.max_model_len + 1, like, kernels
-        )
-        self._heads: int = config.num_attention_heads
+        self.cache = KVCache(shape, slots, loaded.max_model_len + 1, like, kernels)
+        self._heads: int = loaded.model.config.get_text_config().num_attention_heads
         self._prefill_tokens = engine.prefill_tokens
         self.flat = kernels is not None
         """Every token is a row of its own, and nothing is padded: compiled attention reads the keys and values of a
@@ -64,17 +63,10 @@ class ModelRunner:
         """
         tokens = self._next_tokens(slots)
         ordered = sorted(tokens, key=lambda slot: slot.row_order)
-        if self.flat:
-            rows = [(slot, slot.cached + i, 1) for slot in ordered for i in range(tokens[slot])]
-            ends = itertools.accumulate(tokens[slot] for slot in ordered)
-            last = self.hidden(rows, 1)[[end - 1 for end in ends], 0]
-        else:
-            rows = [(slot, slot.cached, tokens[slot]) for slot in ordered]
-            hidden = self.hidden(rows, max(tokens.values()))
-            last = hidden[range(len(ordered)), [tokens[slot] - 1 for slot in ordered]]
+        hidden = self.hidden([(slot, slot.cached, tokens[slot]) for slot in ordered])
         for slot in ordered:
             slot.cached += tokens[slot]
-        return dict(zip(ordered, last, strict=True))
+        return dict(zip(ordered, hidden, strict=True))
 
     def _next_tokens(self, slots: Sequence[Slot]) -> dict[Slot, int]:
         """Which slots' missing tokens to compute at once, and how many of each."""
@@ -104,19 +96,57 @@ class ModelRunner:
             rows[ordered[0]] = min(rows[ordered[0]], max(16, int(_SCORE_ELEMENTS // (self._heads * keys))))
         return rows
 
-    def hidden(self, rows: Sequence[tuple[Slot, int, int]], width: int) -> Tensor:
-        """Hidden states (B, width, D) of a span of each row's slot: where it starts, and how many tokens it has.
+    def hidden(self, spans: Sequence[tuple[Slot, int, int]], *, every: bool = False) -> Tensor:
+        """Hidden states after the last token of each span (B, D), or after every token (N, D).
 
-        Slots that share an adapter, and within it a trunk, must be neighbours. A slot may have several rows: all keys
-        and values are written before any are read.
+        Args:
+            spans: slots, where in them to begin, and how many tokens to run. Slots that share an adapter, and within it
+                a trunk, must be neighbours.
+            every: for all tokens, in the order of the spans.
         """
-        self.cache.reserve(min(self.cache.limit, max(start for _, start, _ in rows) + width))
+        return self._flat_rows(spans, every=every) if self.flat else self._padded_rows(spans, every=every)
+
+    def _flat_rows(self, spans: Sequence[tuple[Slot, int, int]], *, every: bool) -> Tensor:
+        """A row for each token: all keys and values are written before any are read."""
+        self.cache.reserve(max(start + n for _, start, n in spans))
+        ids: list[int] = []
+        slots: list[int] = []
+        own: list[int] = []
+        offsets: list[int] = []
+        trunk_of: list[int] = []
+        speakers: list[tuple[str, int]] = []
+        numbers: dict[int, int] = {}
+        trunks: list[tuple[int, list[tuple[Tensor, Tensor]]]] = []
+        for slot, start, n in spans:
+            offset, number = 0, -1
+            if slot.trunk is not None:
+                offset, number = len(slot.trunk.ids), numbers.setdefault(id(slot.trunk), len(trunks))
+                if number == len(trunks):
+                    trunks.append((offset, slot.trunk.cache))
+            ids += slot.ids[start : start + n]
+            slots += [slot.index] * n
+            own += range(start, start + n)
+            offsets += [offset] * n
+            trunk_of += [number] * n
+            if speakers and speakers[-1][0] == slot.adapter:
+                speakers[-1] = (slot.adapter, speakers[-1][1] + n)
+            else:
+                speakers.append((slot.adapter, n))
+        at, slots_of, begun, trunk_numbers = torch.tensor([own, slots, offsets, trunk_of])
+        layout = RowLayout(self.cache, slots_of, at, trunks, trunk_numbers)
+        hidden = self.decoder.hidden(torch.tensor(ids)[:, None], (at + begun)[:, None], layout, speakers)[:, 0]
+        return hidden if every else hidden[[end - 1 for end in itertools.accumulate(n for _, _, n in spans)]]
+
+    def _padded_rows(self, spans: Sequence[tuple[Slot, int, int]], *, every: bool) -> Tensor:
+        """A row for each span, padded to the longest."""
+        width = max(n for _, _, n in spans)
+        self.cache.reserve(min(self.cache.limit, max(start for _, start, _ in spans) + width))
         # Padding may not reach beyond the cache; it is masked, so any place inside will do.
-        ids = [slot.ids[start : start + n] + [0] * (width - n) for slot, start, n in rows]
+        ids = [slot.ids[start : start + n] + [0] * (width - n) for slot, start, n in spans]
         groups: list[SlotGroup] = []
         positions: list[int] = []
         speakers: list[tuple[str, int]] = []
-        for _, run in itertools.groupby(rows, key=lambda row: (row[0].adapter, id(row[0].trunk))):
+        for _, run in itertools.groupby(spans, key=lambda span: (span[0].adapter, id(span[0].trunk))):
             members = list(run)
             first = members[0][0]
             speakers.append((first.adapter, len(members)))
@@ -129,9 +159,24 @@ class ModelRunner:
             positions.extend(offset + start for start in starts)
         limit = self._loaded.max_model_len - 1
         absolute = torch.tensor(positions, device=self._device)[:, None] + torch.arange(width, device=self._device)
-        return self.decoder.hidden(
+        hidden = self.decoder.hidden(
             torch.tensor(ids, device=self._device),
             absolute.clamp_(max=limit),
             SlotLayout(self.cache, groups),
             speakers,
         )
+        if width == 1:
+            return hidden[:, 0]
+        if every:
+            return torch.cat([row[:n] for row, (_, _, n) in zip(hidden, spans, strict=True)])
+        return hidden[range(len(spans)), [n - 1 for _, _, n in spans]]
+
+    def draw(
+        self, hidden: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]
+    ) -> tuple[Tensor, Tensor]:
+        """Tokens (B,) and log-probabilities (B,) that follow hidden states (B, D), see `distributions.draw_tokens`."""
+        logits = self.decoder.logits(hidden)
+        uniform = torch.tensor(uniforms, dtype=torch.float64, device=self._device)
+        if self.cache.kernels is None or any(p.top_k or p.top_p < 1 for p in params):
+            return draw_tokens(logits.float(), params, uniform)
+        return self.cache.kernels.draw(logits, torch.tensor([p.temperature for p in params]), uniform)

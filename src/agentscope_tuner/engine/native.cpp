@@ -1,9 +1,11 @@
-// Attention of new tokens over a key-value cache, read where it lies; the learner's attention along a packed tree, and
-// its steps between matrix products.
+// The sampler's steps between matrix products, with attention over a key-value cache read where it lies; the learner's
+// attention along a packed tree, and its steps between matrix products.
 //
-// Eager PyTorch has to copy the caches of a batch together, padded to the longest, before it can multiply; for long
-// sequences that costs several times the arithmetic. And it takes a norm for five passes over memory, and ten more for
-// its gradient. No headers but the standard ones, so that it compiles in a few seconds anywhere.
+// Eager PyTorch has to copy the caches of a batch together, padded to the longest, before it can multiply, and takes
+// every step in many passes over memory. No headers but the standard ones, so that it compiles in a few seconds anywhere.
+//
+// The sampler's functions come for two types of numbers: `_float`, and `_bf16`, the upper half of a float. All of them
+// compute in floats.
 
 #include <algorithm>
 #include <cmath>
@@ -16,6 +18,8 @@ namespace {
 
 // Registers of the machine, however wide they are; aligned as single numbers, so that any address will do.
 typedef float Lanes __attribute__((vector_size(64), aligned(4)));
+typedef uint32_t Words __attribute__((vector_size(64), aligned(4)));
+typedef uint16_t Halves __attribute__((vector_size(32), aligned(2)));
 constexpr int64_t LANES = 16;
 constexpr int64_t TILE = 2 * LANES;  // keys or values that are read together
 constexpr int64_t BLOCK = 96;        // about so many queries read them together
@@ -25,90 +29,137 @@ constexpr int TOGETHER = 4;  // rows that are computed at once: as many as there
 constexpr int TOGETHER = 2;
 #endif
 
+struct Bf16 {
+    uint16_t bits;
+};
+
+inline float number(float x) { return x; }
+inline float number(Bf16 x) {
+    const uint32_t word = static_cast<uint32_t>(x.bits) << 16;
+    float out;
+    std::memcpy(&out, &word, sizeof(out));
+    return out;
+}
+inline void put(float* to, float x) { *to = x; }
+inline void put(Bf16* to, float x) {
+    uint32_t word;
+    std::memcpy(&word, &x, sizeof(word));
+    to->bits = (word + 0x7fff + (word >> 16 & 1)) >> 16;  // to the nearest, ties to even
+}
+
 inline Lanes load(const float* from) { return *reinterpret_cast<const Lanes*>(from); }
+inline Lanes load(const Bf16* from) {
+    return (Lanes)(__builtin_convertvector(*reinterpret_cast<const Halves*>(from), Words) << 16);
+}
 inline void store(float* to, Lanes lanes) { *reinterpret_cast<Lanes*>(to) = lanes; }
 
 // Rows of a matrix, `stride` numbers apart.
+template <class T>
 struct Rows {
-    const float* start;
+    const T* start;
     int64_t stride;
-    const float* operator[](int64_t row) const { return start + row * stride; }
+    const T* operator[](int64_t row) const { return start + row * stride; }
 };
 
-template <int N>
-void score_rows(const float* a, const float* turned, float* out, int64_t width, int64_t d, int64_t stride) {
+// out (N, width) becomes a (N, d) times a tile of keys (d, TILE).
+template <int N, class T>
+void score_rows(const float* a, const T* tile, float* out, int64_t width, int64_t d, int64_t stride) {
     Lanes low[N] = {}, high[N] = {};
     for (int64_t j = 0; j < d; j++) {
-        const Lanes first = load(turned + j * TILE), second = load(turned + j * TILE + LANES);
+        const Lanes first = load(tile + j * TILE), second = load(tile + j * TILE + LANES);
         for (int r = 0; r < N; r++) {
             low[r] += a[r * d + j] * first;
             high[r] += a[r * d + j] * second;
         }
     }
     for (int r = 0; r < N; r++) {
-        float tile[TILE];
-        store(tile, low[r]);
-        store(tile + LANES, high[r]);
-        std::memcpy(out + r * stride, tile, width * sizeof(float));
+        if (width == TILE) {
+            store(out + r * stride, low[r]);
+            store(out + r * stride + LANES, high[r]);
+        } else {
+            float whole[TILE];
+            store(whole, low[r]);
+            store(whole + LANES, high[r]);
+            std::memcpy(out + r * stride, whole, width * sizeof(float));
+        }
     }
 }
 
-// out (m, n), rows of `stride` numbers, becomes a (m, d) times b (n, d) turned round.
-void multiply(const float* a, Rows b, float* out, int64_t m, int64_t n, int64_t d, int64_t stride) {
+template <class T>
+void score_tile(const float* a, const T* tile, float* out, int64_t m, int64_t width, int64_t d, int64_t stride) {
+    int64_t i = 0;
+    for (; i + TOGETHER <= m; i += TOGETHER)
+        score_rows<TOGETHER>(a + i * d, tile, out + i * stride, width, d, stride);
+    switch (m - i) {
+        case 3: score_rows<3>(a + i * d, tile, out + i * stride, width, d, stride); break;
+        case 2: score_rows<2>(a + i * d, tile, out + i * stride, width, d, stride); break;
+        case 1: score_rows<1>(a + i * d, tile, out + i * stride, width, d, stride); break;
+    }
+}
+
+// out (m, n), rows of `stride` numbers, becomes a (m, d) times keys in tiles (any, d, TILE).
+template <class T>
+void multiply_tiles(const float* a, const T* tiles, float* out, int64_t m, int64_t n, int64_t d, int64_t stride) {
+    for (int64_t first = 0; first < n; first += TILE)
+        score_tile(a, tiles + first * d, out + first, m, std::min(TILE, n - first), d, stride);
+}
+
+// The same for b (n, d), which is turned round tile by tile.
+void multiply(const float* a, Rows<float> b, float* out, int64_t m, int64_t n, int64_t d, int64_t stride) {
     thread_local std::vector<float> turned;
     turned.resize(d * TILE);
     for (int64_t first = 0; first < n; first += TILE) {
         const int64_t width = std::min(TILE, n - first);
         for (int64_t t = 0; t < width; t++)
             for (int64_t j = 0; j < d; j++) turned[j * TILE + t] = b[first + t][j];
-        int64_t i = 0;
-        for (; i + TOGETHER <= m; i += TOGETHER)
-            score_rows<TOGETHER>(a + i * d, turned.data(), out + i * stride + first, width, d, stride);
-        for (; i < m; i++) score_rows<1>(a + i * d, turned.data(), out + i * stride + first, width, d, stride);
+        score_tile(a, turned.data(), out + first, m, width, d, stride);
     }
 }
 
-// The same for one query or a few, which do not pay for turning b round.
-void multiply_few(const float* a, Rows b, float* out, int64_t m, int64_t n, int64_t d, int64_t stride) {
-    for (int64_t t = 0; t < n; t++) {
-        for (int64_t i = 0; i < m; i++) {
-            float sum = 0;
-#pragma omp simd reduction(+ : sum)
-            for (int64_t j = 0; j < d; j++) sum += a[i * d + j] * b[t][j];
-            out[i * stride + t] = sum;
-        }
-    }
-}
-
-template <int N>
-void add_rows(const float* weights, int64_t across, int64_t down, Rows b, float* out, int64_t out_stride, int64_t n,
+template <int N, class T>
+void add_rows(const float* weights, int64_t across, int64_t down, Rows<T> b, float* out, int64_t out_stride, int64_t n,
               int64_t d) {
-    const int64_t whole = d / LANES * LANES;
-    for (int64_t j = 0; j < whole; j += LANES) {
-        Lanes sum[N];
-        for (int r = 0; r < N; r++) sum[r] = load(out + r * out_stride + j);
-        for (int64_t t = 0; t < n; t++) {
-            const Lanes number = load(b[t] + j);
-            for (int r = 0; r < N; r++) sum[r] += weights[r * down + t * across] * number;
+    int64_t j = 0;
+    for (; j + TILE <= d; j += TILE) {
+        Lanes low[N], high[N];
+        for (int r = 0; r < N; r++) {
+            low[r] = load(out + r * out_stride + j);
+            high[r] = load(out + r * out_stride + j + LANES);
         }
-        for (int r = 0; r < N; r++) store(out + r * out_stride + j, sum[r]);
+        for (int64_t t = 0; t < n; t++) {
+            const Lanes first = load(b[t] + j), second = load(b[t] + j + LANES);
+            for (int r = 0; r < N; r++) {
+                low[r] += weights[r * down + t * across] * first;
+                high[r] += weights[r * down + t * across] * second;
+            }
+        }
+        for (int r = 0; r < N; r++) {
+            store(out + r * out_stride + j, low[r]);
+            store(out + r * out_stride + j + LANES, high[r]);
+        }
     }
     for (int r = 0; r < N; r++)
         for (int64_t t = 0; t < n; t++)
-            for (int64_t j = whole; j < d; j++) out[r * out_stride + j] += weights[r * down + t * across] * b[t][j];
+            for (int64_t rest = j; rest < d; rest++)
+                out[r * out_stride + rest] += weights[r * down + t * across] * number(b[t][rest]);
 }
 
 // Adds weights (m, n) times b (n, d) to out (m, d). The weight of (i, t) is at `i * down + t * across`.
-void add_product(const float* weights, int64_t across, int64_t down, Rows b, float* out, int64_t out_stride, int64_t m,
-                 int64_t n, int64_t d) {
+template <class T>
+void add_product(const float* weights, int64_t across, int64_t down, Rows<T> b, float* out, int64_t out_stride,
+                 int64_t m, int64_t n, int64_t d) {
     for (int64_t first = 0; first < n; first += TILE) {
         const int64_t width = std::min(TILE, n - first);
-        const Rows tile{b[first], b.stride};
+        const Rows<T> tile{b[first], b.stride};
         const float* from = weights + first * across;
         int64_t i = 0;
         for (; i + TOGETHER <= m; i += TOGETHER)
             add_rows<TOGETHER>(from + i * down, across, down, tile, out + i * out_stride, out_stride, width, d);
-        for (; i < m; i++) add_rows<1>(from + i * down, across, down, tile, out + i * out_stride, out_stride, width, d);
+        switch (m - i) {
+            case 3: add_rows<3>(from + i * down, across, down, tile, out + i * out_stride, out_stride, width, d); break;
+            case 2: add_rows<2>(from + i * down, across, down, tile, out + i * out_stride, out_stride, width, d); break;
+            case 1: add_rows<1>(from + i * down, across, down, tile, out + i * out_stride, out_stride, width, d); break;
+        }
     }
 }
 
@@ -127,15 +178,26 @@ float softmax(float* __restrict x, int64_t n, int64_t width) {
     return most + std::log(sum);
 }
 
-}  // namespace
+// ---------------------------------------------------------------------------------------------------- the sampler
 
-// q, out: (rows, kv_heads, group, d), queries scaled. keys, values: (slots, kv_heads, capacity, d), of which a row sees
-// the first `lengths` of its slot, after the trunk's (kv_heads, trunk, d) if there is one. Neighbouring rows of one slot
-// read it together.
-extern "C" void attend(const float* q, float* out, const float* keys, const float* values, const float* trunk_keys,
-                       const float* trunk_values, const int64_t* slots, const int64_t* lengths, int64_t rows,
-                       int64_t kv_heads, int64_t group, int64_t d, int64_t capacity, int64_t trunk) {
-    const int64_t most = std::max<int64_t>(1, BLOCK / group);
+// Keys in tiles (slots, kv_heads, capacity / TILE, d, TILE), values (slots, kv_heads, capacity, d).
+template <class T>
+struct Cache {
+    T *keys, *values;
+    int64_t kv_heads, capacity, d;
+
+    int64_t at(int64_t slot, int64_t head) const { return (slot * kv_heads + head) * capacity * d; }
+};
+
+// A prefix of `length` tokens that rows see first, laid out like a slot.
+struct Trunk {
+    int64_t keys, values, length;
+};
+
+template <class T>
+void attend_rows(const float* q, T* out, Cache<T> cache, const Trunk* trunks, const int64_t* trunk_of,
+                 const int64_t* slots, const int64_t* lengths, int64_t rows, int64_t group) {
+    const int64_t d = cache.d, kv_heads = cache.kv_heads, most = std::max<int64_t>(1, BLOCK / group);
     std::vector<std::pair<int64_t, int64_t>> blocks;  // first row, rows
     for (int64_t row = 0; row < rows; row++) {
         if (row > 0 && slots[row] == slots[row - 1] && blocks.back().second < most)
@@ -151,27 +213,197 @@ extern "C" void attend(const float* q, float* out, const float* keys, const floa
         for (int64_t work = 0; work < static_cast<int64_t>(blocks.size()) * kv_heads; work++) {
             const auto [first, count] = blocks[work / kv_heads];
             const int64_t head = work % kv_heads, many = count * group;
-            const int64_t at = (slots[first] * kv_heads + head) * capacity * d, shared = head * trunk * d;
-            const int64_t own = *std::max_element(lengths + first, lengths + first + count), width = trunk + own;
+            const Trunk trunk = trunk_of[first] < 0 ? Trunk{0, 0, 0} : trunks[trunk_of[first]];
+            const int64_t tiled = (trunk.length + TILE - 1) / TILE * TILE;
+            const T* const trunk_keys = reinterpret_cast<const T*>(trunk.keys) + head * tiled * d;
+            const T* const trunk_values = reinterpret_cast<const T*>(trunk.values) + head * trunk.length * d;
+            const int64_t own = *std::max_element(lengths + first, lengths + first + count);
+            const int64_t width = trunk.length + own, at = cache.at(slots[first], head);
             queries.resize(many * d);
             sums.assign(many * d, 0.0f);
             scores.resize(many * width);
             for (int64_t i = 0; i < count; i++)
                 std::memcpy(&queries[i * group * d], q + (first + i) * row_size + head * group * d,
                             group * d * sizeof(float));
-            const auto score = many < TOGETHER ? multiply_few : multiply;
-            score(queries.data(), {trunk_keys + shared, d}, scores.data(), many, trunk, d, width);
-            score(queries.data(), {keys + at, d}, scores.data() + trunk, many, own, d, width);
+            multiply_tiles(queries.data(), trunk_keys, scores.data(), many, trunk.length, d, width);
+            multiply_tiles(queries.data(), cache.keys + at, scores.data() + trunk.length, many, own, d, width);
             for (int64_t i = 0; i < many; i++)
-                softmax(&scores[i * width], trunk + lengths[first + i / group], width);
-            add_product(scores.data(), 1, width, {trunk_values + shared, d}, sums.data(), d, many, trunk, d);
-            add_product(scores.data() + trunk, 1, width, {values + at, d}, sums.data(), d, many, own, d);
-            for (int64_t i = 0; i < count; i++)
-                std::memcpy(out + (first + i) * row_size + head * group * d, &sums[i * group * d],
-                            group * d * sizeof(float));
+                softmax(&scores[i * width], trunk.length + lengths[first + i / group], width);
+            add_product(scores.data(), 1, width, Rows<T>{trunk_values, d}, sums.data(), d, many, trunk.length, d);
+            add_product(scores.data() + trunk.length, 1, width, Rows<T>{cache.values + at, d}, sums.data(), d, many,
+                        own, d);
+            for (int64_t i = 0; i < count; i++) {
+                T* to = out + (first + i) * row_size + head * group * d;
+                for (int64_t j = 0; j < group * d; j++) put(to + j, sums[i * group * d + j]);
+            }
         }
     }
 }
+
+// x += y (where there is one), and out = x / sqrt(mean(x^2) + eps) * weight, for rows (rows, d). The sum stays a float.
+template <class T>
+void add_norm(float* x, const T* y, const T* weight, T* out, int64_t rows, int64_t d, float eps) {
+#pragma omp parallel for schedule(static)
+    for (int64_t row = 0; row < rows; row++) {
+        float* sum = x + row * d;
+        float squares = 0;
+        if (y != nullptr) {
+            const T* change = y + row * d;
+#pragma omp simd reduction(+ : squares)
+            for (int64_t j = 0; j < d; j++) {
+                sum[j] += number(change[j]);
+                squares += sum[j] * sum[j];
+            }
+        } else {
+#pragma omp simd reduction(+ : squares)
+            for (int64_t j = 0; j < d; j++) squares += sum[j] * sum[j];
+        }
+        const float by = 1 / std::sqrt(squares / d + eps);
+        T* to = out + row * d;
+#pragma omp simd
+        for (int64_t j = 0; j < d; j++) put(to + j, sum[j] * by * number(weight[j]));
+    }
+}
+
+// Splits joined projections (rows, heads + 2 kv_heads, d): queries, normed and rotated and scaled, go to q (rows, heads,
+// d); keys, normed and rotated, and values go to place `own` of each row's slot. Norms may be missing.
+template <class T>
+void split_heads(const T* joined, const T* q_norm, const T* k_norm, const float* cosines, const float* sines,
+                 const int64_t* positions, const int64_t* slots, const int64_t* own, float* q, Cache<T> cache,
+                 int64_t rows, int64_t heads, float scaling, float eps) {
+    const int64_t d = cache.d, half = d / 2, kv_heads = cache.kv_heads;
+#pragma omp parallel
+    {
+        std::vector<float> in(d), turned(d);
+#pragma omp for schedule(static)
+        for (int64_t row = 0; row < rows; row++) {
+            const T* from = joined + row * (heads + 2 * kv_heads) * d;
+            const float *c = cosines + positions[row] * d, *s = sines + positions[row] * d;
+            for (int64_t head = 0; head < heads + kv_heads; head++, from += d) {
+                const T* norm = head < heads ? q_norm : k_norm;
+                for (int64_t j = 0; j < d; j++) in[j] = number(from[j]);
+                float by = head < heads ? scaling : 1;
+                if (norm != nullptr) {
+                    float squares = 0;
+                    for (int64_t j = 0; j < d; j++) squares += in[j] * in[j];
+                    by /= std::sqrt(squares / d + eps);
+                    for (int64_t j = 0; j < d; j++) in[j] *= number(norm[j]);
+                }
+                for (int64_t j = 0; j < half; j++) {
+                    turned[j] = (in[j] * c[j] - in[j + half] * s[j]) * by;
+                    turned[j + half] = (in[j + half] * c[j] + in[j] * s[j]) * by;
+                }
+                if (head < heads) {
+                    std::memcpy(q + (row * heads + head) * d, turned.data(), d * sizeof(float));
+                } else {
+                    T* to = cache.keys + cache.at(slots[row], head - heads) + own[row] / TILE * TILE * d;
+                    for (int64_t j = 0; j < d; j++) put(to + j * TILE + own[row] % TILE, turned[j]);
+                }
+            }
+            for (int64_t head = 0; head < kv_heads; head++, from += d)
+                std::memcpy(cache.values + cache.at(slots[row], head) + own[row] * d, from, d * sizeof(T));
+        }
+    }
+}
+
+// out (rows, d) = silu(gate) * up, which lie side by side in joined (rows, 2 d).
+template <class T>
+void gate_joined(const T* joined, T* out, int64_t rows, int64_t d) {
+#pragma omp parallel for schedule(static)
+    for (int64_t row = 0; row < rows; row++) {
+        const T *gate = joined + row * 2 * d, *up = gate + d;
+        T* to = out + row * d;
+#pragma omp simd
+        for (int64_t j = 0; j < d; j++) {
+            const float x = number(gate[j]);
+            put(to + j, x / (1 + std::exp(-x)) * number(up[j]));
+        }
+    }
+}
+
+// A token of each row of logits (rows, vocabulary), by inverting the cumulative distribution at `uniforms`, and its
+// log-probability; at temperature 0 the likeliest one, and its log-probability at temperature 1.
+template <class T>
+void draw_rows(const T* logits, const float* temperatures, const double* uniforms, int64_t* tokens, float* logprobs,
+               int64_t rows, int64_t vocabulary) {
+    constexpr int64_t PART = 256;  // two levels keep the sums short: which part of the vocabulary, then which token
+#pragma omp parallel
+    {
+        std::vector<double> sums((vocabulary + PART - 1) / PART);
+        float weights[PART];
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t row = 0; row < rows; row++) {
+            const T* x = logits + row * vocabulary;
+            float most = number(x[0]);
+#pragma omp simd reduction(max : most)
+            for (int64_t j = 0; j < vocabulary; j++) most = std::max(most, number(x[j]));
+            const float by = temperatures[row] > 0 ? 1 / temperatures[row] : 1;
+            double total = 0;
+            for (size_t part = 0; part < sums.size(); part++) {
+                const int64_t first = part * PART, end = std::min(first + PART, vocabulary);
+                float sum = 0;
+#pragma omp simd reduction(+ : sum)
+                for (int64_t j = first; j < end; j++) sum += std::exp((number(x[j]) - most) * by);
+                total += sums[part] = sum;
+            }
+            int64_t token = 0;
+            if (temperatures[row] > 0) {
+                double rest = uniforms[row] * total;
+                size_t part = 0, last = 0;
+                for (; part < sums.size() && rest >= sums[part]; part++) {
+                    rest -= sums[part];
+                    if (sums[part] > 0) last = part;
+                }
+                if (part == sums.size()) {  // rounding may point one past the end
+                    part = last;
+                    rest = sums[last];
+                }
+                const int64_t first = part * PART, n = std::min(PART, vocabulary - first);
+                for (int64_t j = 0; j < n; j++) weights[j] = std::exp((number(x[first + j]) - most) * by);
+                for (int64_t j = 0; j < n && (weights[j] == 0 || rest >= 0); j++) {
+                    if (weights[j] > 0) token = first + j;
+                    rest -= weights[j];
+                }
+            } else {
+                while (number(x[token]) != most) token++;
+            }
+            tokens[row] = token;
+            logprobs[row] = (number(x[token]) - most) * by - std::log(total);
+        }
+    }
+}
+
+}  // namespace
+
+#define SAMPLER(T, NAME)                                                                                               \
+    extern "C" void attend_##NAME(const float* q, T* out, T* keys, T* values, const int64_t* trunks,                   \
+                                  const int64_t* trunk_of, const int64_t* slots, const int64_t* lengths, int64_t rows, \
+                                  int64_t kv_heads, int64_t group, int64_t d, int64_t capacity) {                      \
+        attend_rows<T>(q, out, {keys, values, kv_heads, capacity, d}, reinterpret_cast<const Trunk*>(trunks),          \
+                       trunk_of, slots, lengths, rows, group);                                                         \
+    }                                                                                                                  \
+    extern "C" void add_norm_##NAME(float* x, const T* y, const T* weight, T* out, int64_t rows, int64_t d,            \
+                                    float eps) {                                                                       \
+        add_norm<T>(x, y, weight, out, rows, d, eps);                                                                  \
+    }                                                                                                                  \
+    extern "C" void split_heads_##NAME(const T* joined, const T* q_norm, const T* k_norm, const float* cosines,        \
+                                       const float* sines, const int64_t* positions, const int64_t* slots,             \
+                                       const int64_t* own, float* q, T* keys, T* values, int64_t rows, int64_t heads,  \
+                                       int64_t kv_heads, int64_t d, int64_t capacity, float scaling, float eps) {      \
+        split_heads<T>(joined, q_norm, k_norm, cosines, sines, positions, slots, own, q,                               \
+                       {keys, values, kv_heads, capacity, d}, rows, heads, scaling, eps);                              \
+    }                                                                                                                  \
+    extern "C" void gate_joined_##NAME(const T* joined, T* out, int64_t rows, int64_t d) {                             \
+        gate_joined<T>(joined, out, rows, d);                                                                          \
+    }                                                                                                                  \
+    extern "C" void draw_##NAME(const T* logits, const float* temperatures, const double* uniforms, int64_t* tokens,   \
+                                float* logprobs, int64_t rows, int64_t vocabulary) {                                   \
+        draw_rows<T>(logits, temperatures, uniforms, tokens, logprobs, rows, vocabulary);                              \
+    }
+SAMPLER(float, float)
+SAMPLER(Bf16, bf16)
+
+// ---------------------------------------------------------------------------------------------------- the learner
 
 namespace {
 
@@ -218,11 +450,11 @@ void each_span(const Stretch& piece, Visit visit) {
 }
 
 // Copies what belongs to a key-value head between x (tokens, kv_heads, size) and rows (tokens of the piece, size).
-void take(const float* x, float* rows, const Stretch& piece, int64_t kv_heads, int64_t head, int64_t size) {
+void gather(const float* x, float* rows, const Stretch& piece, int64_t kv_heads, int64_t head, int64_t size) {
     for (int64_t token = piece.first; token < piece.end; token++)
         std::memcpy(rows + (token - piece.first) * size, x + (token * kv_heads + head) * size, size * sizeof(float));
 }
-void put(const float* rows, float* x, const Stretch& piece, int64_t kv_heads, int64_t head, int64_t size) {
+void scatter(const float* rows, float* x, const Stretch& piece, int64_t kv_heads, int64_t head, int64_t size) {
     for (int64_t token = piece.first; token < piece.end; token++)
         std::memcpy(x + (token * kv_heads + head) * size, rows + (token - piece.first) * size, size * sizeof(float));
 }
@@ -247,16 +479,16 @@ extern "C" void tree_attend(const float* q, const float* k, const float* v, floa
             sums.assign(many * d, 0.0f);
             logs.resize(many);
             scores.resize(many * width);
-            take(q, queries.data(), piece, kv_heads, head, group * d);
+            gather(q, queries.data(), piece, kv_heads, head, group * d);
             each_span(piece, [&](int64_t at, int64_t first, int64_t n) {
-                multiply(queries.data(), {k + first * stride + head * d, stride}, &scores[at], many, n, d, width);
+                multiply(queries.data(), Rows<float>{k + first * stride + head * d, stride}, &scores[at], many, n, d, width);
             });
             for (int64_t i = 0; i < many; i++) logs[i] = softmax(&scores[i * width], piece.seen + i / group + 1, width);
             each_span(piece, [&](int64_t at, int64_t first, int64_t n) {
-                add_product(&scores[at], 1, width, {v + first * stride + head * d, stride}, sums.data(), d, many, n, d);
+                add_product(&scores[at], 1, width, Rows<float>{v + first * stride + head * d, stride}, sums.data(), d, many, n, d);
             });
-            put(sums.data(), out, piece, kv_heads, head, group * d);
-            put(logs.data(), logsums, piece, kv_heads, head, group);
+            scatter(sums.data(), out, piece, kv_heads, head, group * d);
+            scatter(logs.data(), logsums, piece, kv_heads, head, group);
         }
     }
 }
@@ -283,14 +515,14 @@ extern "C" void tree_attend_backward(const float* grad, const float* q, const fl
             logs.resize(many);
             weights.resize(many * width);
             changes.resize(many * width);
-            take(q, queries.data(), piece, kv_heads, head, group * d);
-            take(grad, grads.data(), piece, kv_heads, head, group * d);
-            take(out, outs.data(), piece, kv_heads, head, group * d);
-            take(logsums, logs.data(), piece, kv_heads, head, group);
+            gather(q, queries.data(), piece, kv_heads, head, group * d);
+            gather(grad, grads.data(), piece, kv_heads, head, group * d);
+            gather(out, outs.data(), piece, kv_heads, head, group * d);
+            gather(logsums, logs.data(), piece, kv_heads, head, group);
             each_span(piece, [&](int64_t at, int64_t first, int64_t n) {
                 const int64_t from = first * stride + head * d;
-                multiply(queries.data(), {k + from, stride}, &weights[at], many, n, d, width);
-                multiply(grads.data(), {v + from, stride}, &changes[at], many, n, d, width);
+                multiply(queries.data(), Rows<float>{k + from, stride}, &weights[at], many, n, d, width);
+                multiply(grads.data(), Rows<float>{v + from, stride}, &changes[at], many, n, d, width);
             });
             for (int64_t i = 0; i < many; i++) {
                 // Softmax's gradient is p * (dp - sum(p * dp)); that sum is the product of an output and its gradient.
@@ -309,11 +541,11 @@ extern "C" void tree_attend_backward(const float* grad, const float* q, const fl
             }
             each_span(piece, [&](int64_t at, int64_t first, int64_t n) {
                 const int64_t to = first * stride;
-                add_product(&changes[at], 1, width, {k + to + head * d, stride}, sums.data(), d, many, n, d);
-                add_product(&changes[at], width, 1, {queries.data(), d}, part_k + to, stride, n, many, d);
-                add_product(&weights[at], width, 1, {grads.data(), d}, part_v + to, stride, n, many, d);
+                add_product(&changes[at], 1, width, Rows<float>{k + to + head * d, stride}, sums.data(), d, many, n, d);
+                add_product(&changes[at], width, 1, Rows<float>{queries.data(), d}, part_k + to, stride, n, many, d);
+                add_product(&weights[at], width, 1, Rows<float>{grads.data(), d}, part_v + to, stride, n, many, d);
             });
-            put(sums.data(), grad_q, piece, kv_heads, head, group * d);
+            scatter(sums.data(), grad_q, piece, kv_heads, head, group * d);
         }
     }
 }

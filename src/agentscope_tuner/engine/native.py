@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+TILE = 32
+"""Keys of so many tokens lie side by side in the cache, number by number."""
 SOURCE = Path(__file__).with_name("native.cpp")
 _COMPILE = ["-c", "-fPIC", "-O3", "-march=native", "-ffast-math", "-fopenmp"]
 _TOLERANCE = 1e-5
@@ -33,7 +35,16 @@ class NativeKernels:
             return function
 
         size, number = ctypes.c_int64, ctypes.c_float
-        self._attend = take("attend", 8, *[size] * 6)
+
+        def of_each_type(name: str, addresses: int, *sizes: type) -> dict[torch.dtype, Any]:
+            suffixes = {torch.float32: "float", torch.bfloat16: "bf16"}
+            return {dtype: take(f"{name}_{suffix}", addresses, *sizes) for dtype, suffix in suffixes.items()}
+
+        self._attend = of_each_type("attend", 8, *[size] * 5)
+        self._add_norm = of_each_type("add_norm", 4, size, size, number)
+        self._split_heads = of_each_type("split_heads", 11, *[size] * 5, number, number)
+        self._gate_joined = of_each_type("gate_joined", 2, size, size)
+        self._draw = of_each_type("draw", 5, size, size)
         self._tree_attend = take("tree_attend", 7, *[size] * 4)
         self._tree_attend_backward = take("tree_attend_backward", 11, *[size] * 6)
         self._rms_norm = take("rms_norm", 4, size, size, number)
@@ -42,34 +53,96 @@ class NativeKernels:
         self._swiglu = take("swiglu", 3, size)
         self._swiglu_backward = take("swiglu_backward", 5, size)
 
+    # ------------------------------------------------------------------------------- the sampler, float32 or bfloat16
+
     def attend(
-        self,
-        q: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        slots: Tensor,
-        lengths: Tensor,
-        trunk: tuple[Tensor, Tensor] | None = None,
+        self, q: Tensor, keys: Tensor, values: Tensor, slots: Tensor, lengths: Tensor, trunks: Tensor, trunk_of: Tensor
     ) -> Tensor:
         """Outputs (B, H, d) of new tokens, a row for each. Rows of one sequence are faster as neighbours.
 
         Args:
-            q: (B, H, d), scaled.
-            keys: (slots, K, capacity, d).
-            values: like `keys`.
+            q: (B, H, d) float32, scaled.
+            keys: (slots, K, capacity / TILE, d, TILE).
+            values: (slots, K, capacity, d).
             slots: (B,) where each row's sequence lies.
             lengths: (B,) how many of the slot's tokens a row sees.
-            trunk: keys and values (K, P, d) that all rows see first.
+            trunks: (any, 3) prefixes that rows see first: addresses of keys (K, P / TILE, d, TILE) and of values (K, P,
+                d), and P.
+            trunk_of: (B,) the trunk of each row, or -1; the same for all rows of a slot.
         """
-        tensors = (q.contiguous(), keys, values, *(trunk or (keys[0, :, :0], values[0, :, :0])))
-        q, keys, values, trunk_keys, trunk_values = tensors
         rows, heads, d = q.shape
-        kv_heads, capacity = keys.shape[1:3]
-        out = torch.empty_like(q)
-        addresses = _addresses(q, out, keys, values, trunk_keys, trunk_values, slots, lengths)
-        sizes = (rows, kv_heads, heads // kv_heads, d, capacity, trunk_keys.shape[1])
-        self._attend(*addresses, *sizes)
+        kv_heads, capacity = values.shape[1:3]
+        out = torch.empty(q.shape, dtype=keys.dtype)
+        addresses = _addresses(q, out, keys, values, trunks, trunk_of, slots, lengths)
+        self._attend[keys.dtype](*addresses, rows, kv_heads, heads // kv_heads, d, capacity)
         return out
+
+    def add_norm(self, x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        """Add y (N, D) to x (N, D) float32 in place; the RMS norm of the sum (N, D), in the type of `weight` (D,)."""
+        out = torch.empty(x.shape, dtype=weight.dtype)
+        given = 0 if y is None else y.data_ptr()
+        self._add_norm[weight.dtype](x.data_ptr(), given, weight.data_ptr(), out.data_ptr(), *x.shape, eps)
+        return out
+
+    def split_heads(
+        self,
+        joined: Tensor,
+        norms: tuple[Tensor, Tensor] | None,
+        table: tuple[Tensor, Tensor],
+        positions: Tensor,
+        slots: Tensor,
+        own: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scaling: float,
+        eps: float,
+    ) -> Tensor:
+        """Write keys and values of new tokens into the cache, and return their queries (B, H, d), float32 and scaled.
+
+        Args:
+            joined: (B, (H + 2 K) d) projections: queries, keys, values.
+            norms: weights (d,) of norms over the heads of queries and of keys, if the model has them.
+            table: cosines and sines (length, d), float32.
+            positions: (B,) where each token is in its sequence,
+            slots: (B,) in which slot that is,
+            own: (B,) and at what place of the slot.
+            keys: (slots, K, capacity / TILE, d, TILE).
+            values: (slots, K, capacity, d).
+            scaling: of the queries.
+            eps: of the norms.
+        """
+        kv_heads, capacity, d = values.shape[1:]
+        rows, width = joined.shape
+        heads = width // d - 2 * kv_heads
+        q = torch.empty(rows, heads, d)
+        q_norm, k_norm = (0, 0) if norms is None else _addresses(*norms)
+        addresses = (*_addresses(*table, positions, slots, own, q, keys, values),)
+        self._split_heads[joined.dtype](
+            joined.data_ptr(), q_norm, k_norm, *addresses, rows, heads, kv_heads, d, capacity, scaling, eps
+        )
+        return q
+
+    def gate_joined(self, joined: Tensor) -> Tensor:
+        """`silu(gate) * up` (N, I) of both side by side (N, 2 I)."""
+        rows, width = joined.shape
+        out = joined.new_empty(rows, width // 2)
+        self._gate_joined[joined.dtype](*_addresses(joined, out), rows, width // 2)
+        return out
+
+    def draw(self, logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens (B,) and log-probabilities (B,) for logits (B, V), as `distributions.draw_tokens` without truncation.
+
+        Args:
+            logits: of each row.
+            temperatures: (B,) float32; 0 is greedy.
+            uniforms: (B,) float64 in [0, 1).
+        """
+        tokens, logprobs = torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits))
+        addresses = _addresses(logits, temperatures, uniforms, tokens, logprobs)
+        self._draw[logits.dtype](*addresses, *logits.shape)
+        return tokens, logprobs
+
+    # ------------------------------------------------------------------------------------------ the learner, float32
 
     def tree_attend(self, q: Tensor, k: Tensor, v: Tensor, stretches: Tensor, spans: Tensor) -> tuple[Tensor, Tensor]:
         """Attention of stretches of tokens that see some spans of a packed row, and themselves causally.
@@ -142,6 +215,12 @@ class NativeKernels:
         return grad_gate, grad_up
 
 
+def to_tiles(keys: Tensor) -> Tensor:
+    """Keys (..., T, d), T a multiple of `TILE`, as the cache holds them: (..., T / TILE, d, TILE)."""
+    *outer, tokens, d = keys.shape
+    return keys.reshape(*outer, tokens // TILE, TILE, d).transpose(-1, -2).contiguous()
+
+
 def _addresses(*tensors: Tensor) -> Iterator[int]:
     return (tensor.data_ptr() for tensor in tensors)
 
@@ -201,23 +280,35 @@ def _agrees(kernels: NativeKernels) -> bool:
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator)
 
-    # A sequence with one new token, one with as many as are computed together and more, one with few.
+    return _agrees_on_rows(kernels, draw) and _agrees_along_a_tree(kernels, draw)
+
+
+def _agrees_on_rows(kernels: NativeKernels, draw: Callable[..., Tensor]) -> bool:
+    """Attention over a cache: a sequence with one new token, one with more than are computed together, one with few."""
     new = {4: [70], 0: [*range(30, 51)], 2: [41, 42, 43]}
     slots = torch.tensor([slot for slot, lengths in new.items() for _ in lengths])
     lengths = torch.tensor([length for lengths in new.values() for length in lengths])
+    trunk_of = torch.where(slots == 2, -1, 0)
     for kv_heads, group, d, shared in [(2, 3, 32, 0), (1, 1, 80, 7), (2, 8, 128, 33), (1, 2, 20, 5)]:
-        q, keys, values = (draw(len(slots), kv_heads * group, d) * d**-0.5, *(draw(5, kv_heads, 70, d) for _ in "kv"))
+        q, keys, values = (draw(len(slots), kv_heads * group, d) * d**-0.5, *(draw(5, kv_heads, 96, d) for _ in "kv"))
         trunk = (draw(kv_heads, shared, d), draw(kv_heads, shared, d))
-        got = kernels.attend(q, keys, values, slots, lengths, trunk)
-        for row, (at, n) in enumerate(zip(slots.tolist(), lengths.tolist(), strict=True)):
-            k = torch.cat([trunk[0], keys[at, :, :n]], 1)
-            v = torch.cat([trunk[1], values[at, :, :n]], 1)
-            expected = torch.softmax(q[row].view(kv_heads, group, d) @ k.transpose(1, 2), -1) @ v
-            if not torch.allclose(got[row], expected.view(-1, d), rtol=_TOLERANCE, atol=_TOLERANCE):
-                return False
-    return _agrees_along_a_tree(kernels, draw)
+        padded = torch.cat([trunk[0], trunk[0].new_zeros(kv_heads, -shared % TILE, d)], 1)
+        for dtype, tolerance in ((torch.float32, _TOLERANCE), (torch.bfloat16, 3e-2)):
+            laid = (to_tiles(padded).to(dtype), trunk[1].to(dtype))
+            trunks = torch.tensor([[*_addresses(*laid), shared]])
+            got = kernels.attend(
+                q, to_tiles(keys).to(dtype), values.to(dtype), slots, lengths, trunks, trunk_of
+            ).float()
+            for row, (at, n) in enumerate(zip(slots.tolist(), lengths.tolist(), strict=True)):
+                parts = (trunk, (keys[at, :, :n], values[at, :, :n]))[trunk_of[row] < 0 :]
+                k, v = (torch.cat(pieces, 1) for pieces in zip(*parts, strict=True))
+                expected = torch.softmax(q[row].view(kv_heads, group, d) @ k.transpose(1, 2), -1) @ v
+                if not torch.allclose(got[row], expected.view(-1, d), rtol=tolerance, atol=tolerance):
+                    return False
+    return True
 
 
+@torch.enable_grad()
 def _agrees_along_a_tree(kernels: NativeKernels, draw: Callable[..., Tensor]) -> bool:
     """The same, with gradients: a trunk of 60 tokens, and two branches of 10 and 50, of which one goes on from 5."""
     stretches = torch.tensor([[0, 60, 0, 0], [60, 70, 0, 1], [70, 120, 1, 2]])

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agentscope_tuner.algorithms.distributions import draw_tokens
 from agentscope_tuner.algorithms.packing import common_prefix
 from agentscope_tuner.config import EngineConfig
 from agentscope_tuner.engine.drafts import Drafts
@@ -334,16 +333,16 @@ class Sampler:
         requests = sorted(self._active, key=lambda request: request.slot.row_order)
         self._active = []
         most = min(self._draft_tokens, self._prefill_tokens // len(requests) - 1)
-        rows: list[tuple[Slot, int, int]] = []
+        spans: list[tuple[Slot, int, int]] = []
         for request in requests:
             slot = request.slot
             request.guess = self._drafts.guess(slot.ids, min(most, request.budget - len(request.token_ids) - 1))
             slot.ids += request.guess
-            rows += [(slot, at, 1) for at in range(slot.cached, len(slot.ids))]
-        hidden = self._runner.hidden(rows, 1)[:, 0]
+            spans.append((slot, slot.cached, slot.missing))
+        hidden = self._runner.hidden(spans, every=True)
         for request in requests:
             del request.slot.ids[len(request.slot.ids) - len(request.guess) :]
-        self.rows_decoded += len(rows)
+        self.rows_decoded += len(hidden)
         self._draw(requests, hidden)
 
     def _draw(self, requests: list[_Request], hidden: Tensor) -> None:
@@ -360,8 +359,7 @@ class Sampler:
             while len(request.uniforms) < rows:
                 request.uniforms.append(request.rng.random())
             uniforms += request.uniforms[:rows]
-        uniform = torch.tensor(uniforms, dtype=torch.float64, device=self._device)
-        tokens, logprobs = draw_tokens(self._runner.decoder.logits(hidden), params, uniform)
+        tokens, logprobs = self._runner.draw(hidden, params, uniforms)
         drawn = zip(tokens.tolist(), logprobs.tolist(), strict=True)
         for request in requests:
             self._accept(request, list(itertools.islice(drawn, len(request.guess) + 1)))

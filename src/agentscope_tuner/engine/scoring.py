@@ -14,9 +14,8 @@ from torch import Tensor
 
 from agentscope_tuner.algorithms.packing import PackedTree, pack
 from agentscope_tuner.config import EngineConfig
-from agentscope_tuner.engine.decoder import kernels_for
 from agentscope_tuner.engine.models import LoadedModel
-from agentscope_tuner.engine.trainable import choose_forward, head_rows, run_tree
+from agentscope_tuner.engine.trainable import choose_forward, head_rows, learner_kernels, run_tree
 
 EntryLoss = Callable[[Tensor, Tensor], Tensor]
 """From log-probabilities (n,) and the entries (n,) they belong to, to a scalar."""
@@ -40,7 +39,7 @@ class Scorer:
 
     def __init__(self, loaded: LoadedModel, engine: EngineConfig) -> None:
         self._loaded = loaded
-        self._kernels = kernels_for(loaded, engine)
+        self._kernels = learner_kernels(loaded, engine)
         self._forward = choose_forward(loaded, self._kernels)
         self._max_tokens = engine.micro_batch_tokens
 

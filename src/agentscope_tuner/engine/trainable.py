@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from agentscope_tuner.algorithms.packing import PackedTree
+from agentscope_tuner.config import EngineConfig
 from agentscope_tuner.engine.attention import CausalLayout, Layout
-from agentscope_tuner.engine.decoder import has_fused_form, rotary_table
+from agentscope_tuner.engine.decoder import has_fused_form, kernels_for, rotary_table
 from agentscope_tuner.engine.models import LoadedModel
 from agentscope_tuner.engine.native import NativeKernels
 from agentscope_tuner.engine.tree_attention import TreeLayout
@@ -119,6 +120,11 @@ class TrainableDecoder:
             heads = self._norm(heads, getattr(attention, norm))
         rotated: Tensor = _Rotate.apply(heads, self._cosines, self._sines, positions, self._kernels)  # type: ignore[no-untyped-call]
         return rotated
+
+
+def learner_kernels(loaded: LoadedModel, engine: EngineConfig) -> NativeKernels | None:
+    """The compiled kernels, where the learner may use them: those with gradients know float32 only."""
+    return kernels_for(loaded, engine) if loaded.model.dtype == torch.float32 else None
 
 
 def choose_forward(loaded: LoadedModel, kernels: NativeKernels | None) -> Forward:

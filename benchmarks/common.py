@@ -1,0 +1,202 @@
+"""What the benchmarks share: models, work, the way of measuring, and where figures go.
+
+All sides of a comparison run in turn within one process, round after round. Before a side runs, it waits until the
+machine is quiet; while it runs, the processor time that others take is counted, and a round in which that was more than
+15% of the wall time is left out. A figure is the median over rounds of the ratio of both sides in the same round.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+
+from agentscope_tuner.config import EngineConfig, TunerModelConfig
+from agentscope_tuner.engine.models import LoadedModel, load_model, model_directory
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "docs" / "performance"
+MODELS = ROOT / ".cache" / "benchmarks"
+
+# vocabulary, width, width of the MLP, layers, heads, key-value heads
+SIZES = {
+    "S": (2048, 192, 512, 4, 6, 2),
+    "M": (8192, 640, 1728, 12, 10, 2),
+    "L": (151936, 896, 4864, 24, 14, 2),
+}
+"""Models of 2, 57 and 494 million parameters; the last has the shape of Qwen2.5-0.5B."""
+TASKS, GROUP, NEW_TOKENS = 16, 8, 48
+"""A batch: so many prompts, completions of each, and tokens of each completion."""
+_FOREIGN = 0.15
+
+
+@cache
+def random_model(size: str) -> Path:
+    """A Qwen2 with random weights, made once."""
+    target = MODELS / size
+    if not (target / "config.json").exists():
+        vocabulary, width, inner, layers, heads, kv_heads = SIZES[size]
+        torch.manual_seed(0)
+        config = Qwen2Config(
+            vocab_size=vocabulary,
+            hidden_size=width,
+            intermediate_size=inner,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            max_position_embeddings=32768,
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=2,
+            pad_token_id=0,
+        )
+        AutoTokenizer.from_pretrained(model_directory("tiny-agent")).save_pretrained(target)
+        Qwen2ForCausalLM(config).save_pretrained(target)
+    return target
+
+
+def load(size: str, dtype: str, context: int, **engine: Any) -> tuple[LoadedModel, EngineConfig]:
+    """One of these models in our engine; no token ends a turn, so that all lengths are what was asked for."""
+    settings = EngineConfig(dtype=dtype, **engine)
+    loaded = load_model(TunerModelConfig(model_path=str(random_model(size)), max_model_len=context), settings)
+    loaded.end_of_turn_ids = frozenset()
+    return loaded, settings
+
+
+def random_prompts(count: int = TASKS, low: int = 64, high: int = 128, seed: int = 0) -> list[list[int]]:
+    """Prompts of random tokens, of `low` to `high` tokens each."""
+    rng = random.Random(seed)
+    return [[rng.randrange(3, 1000) for _ in range(rng.randint(low, high))] for _ in range(count)]
+
+
+# ------------------------------------------------------------------------------------------------------ measuring
+
+
+def _processor_seconds() -> tuple[float, float]:
+    """What all processes have used, and this one with its children."""
+    values = [int(value) for value in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+    own = os.times()
+    everybody = (sum(values) - values[3] - values[4]) / os.sysconf("SC_CLK_TCK")
+    return everybody, own.user + own.system + own.children_user + own.children_system
+
+
+class _Watch:
+    """Wall time, and the share of it that others took of the processor."""
+
+    def __enter__(self) -> _Watch:
+        self._before = _processor_seconds()
+        self._begun = time.perf_counter()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.seconds = time.perf_counter() - self._begun
+        everybody, own = _processor_seconds()
+        foreign = (everybody - self._before[0]) - (own - self._before[1])
+        self.foreign = max(0.0, foreign / self.seconds)
+
+
+def _wait_until_quiet(patience_s: float = 20.0) -> None:
+    deadline = time.monotonic() + patience_s
+    while time.monotonic() < deadline:
+        with _Watch() as watch:
+            time.sleep(0.25)
+        if watch.foreign < _FOREIGN:
+            return
+
+
+@dataclass
+class Times:
+    """Seconds of each side in each round that counts."""
+
+    rounds: list[dict[str, float]] = field(default_factory=list)
+    left_out: int = 0
+    """Rounds in which others were busy. When too few are left, they count as well."""
+
+    def seconds(self, side: str) -> float:
+        """The median."""
+        return statistics.median(one[side] for one in self.rounds)
+
+    def ratio(self, slow: str, fast: str) -> float:
+        """How many times as long `slow` takes: the median over rounds."""
+        return statistics.median(one[slow] / one[fast] for one in self.rounds)
+
+
+def compare(sides: Mapping[str, Callable[[], object]], rounds: int = 5) -> Times:
+    """Run all sides in turn, once to warm up and then until enough rounds were undisturbed."""
+    for side in sides.values():
+        side()
+    clean, disturbed = [], []
+    while len(clean) < rounds and len(clean) + len(disturbed) < 2 * rounds:
+        seconds, foreign = {}, 0.0
+        for name, side in sides.items():
+            _wait_until_quiet()
+            with _Watch() as watch:
+                side()
+            seconds[name], foreign = watch.seconds, max(foreign, watch.foreign)
+        (disturbed if foreign > _FOREIGN else clean).append(seconds)
+    return Times(clean if len(clean) >= 3 else clean + disturbed, len(disturbed))
+
+
+@cache
+def matmul_rate(dtype: str) -> float:
+    """GFLOP/s of a large matrix product, the best of several: what nothing here can exceed."""
+    a, b = (torch.randn(2048, 2048, dtype=getattr(torch, dtype)) for _ in "ab")
+    best = float("inf")
+    with torch.inference_mode():
+        packed = torch.ops.mkldnn._reorder_linear_weight(b, 2048)
+        for _ in range(9):
+            begun = time.perf_counter()
+            torch.ops.mkldnn._linear_pointwise(a, packed, None, "none", [], "")
+            best = min(best, time.perf_counter() - begun)
+    return 2 * 2048**3 / best / 1e9
+
+
+@cache
+def machine() -> dict[str, Any]:
+    """What the figures were measured on."""
+    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    names = [line.partition(":")[2].strip() for line in info.splitlines() if line.startswith("model name")]
+    return {
+        "processor": names[0] if names else platform.processor(),
+        "threads": torch.get_num_threads(),
+        "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "matmul_gflops": {dtype: round(matmul_rate(dtype)) for dtype in ("float32", "bfloat16")},
+    }
+
+
+# ------------------------------------------------------------------------------------------------------- results
+
+
+def write_results(name: str, rows: list[dict[str, Any]]) -> None:
+    """Keep figures as JSON, and print them as a Markdown table."""
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    content = {"machine": machine(), "rows": rows}
+    (RESULTS / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
+    print(table(rows), flush=True)
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """A Markdown table, a row for each."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+
+    def cell(value: Any) -> str:
+        if isinstance(value, float):
+            return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+        return "" if value is None else str(value)
+
+    lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
+    lines += ["| " + " | ".join(cell(row.get(column)) for column in columns) + " |" for row in rows]
+    return "\n".join(lines)
