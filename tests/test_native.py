@@ -13,6 +13,7 @@ import pytest
 import torch
 from engine_tools import load, start
 
+from agentscope_tuner.algorithms.distributions import draw_tokens
 from agentscope_tuner.engine import attention, native
 from agentscope_tuner.engine.native import native_kernels
 from agentscope_tuner.policy import Sample, SamplingParams
@@ -135,3 +136,23 @@ def test_a_library_that_computes_something_else_is_not_used(fresh: Path, monkeyp
 def test_denormal_numbers_survive(fresh: Path) -> None:
     assert native_kernels() is not None
     assert torch.tensor(1e-40).mul(1.0).item() != 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocabulary", [7, 256, 1034])
+def test_compiled_drawing_is_drawing(dtype: torch.dtype, vocabulary: int) -> None:
+    kernels = native_kernels()
+    assert kernels is not None
+    torch.manual_seed(0)
+    logits = (torch.randn(512, vocabulary) * 4).to(dtype)
+    logits[:, 3] = -torch.inf
+    uniforms = torch.rand(512, dtype=torch.float64)
+    uniforms[:4] = torch.tensor([0.0, 1 - 2**-53, 0.0, 1 - 2**-53])
+    temperatures = [(0.0, 0.3, 1.0, 1.7)[row % 4] for row in range(512)]
+    params = [SamplingParams(temperature=temperature) for temperature in temperatures]
+    expected, their_logprobs = draw_tokens(logits.float(), params, uniforms)
+    tokens, logprobs = kernels.draw(logits, torch.tensor(temperatures), uniforms)
+    same = tokens == expected
+    assert same.float().mean() > 0.995, "but for numbers that fall between two tokens"
+    assert (logprobs - their_logprobs)[same].abs().max() < 1e-5
+    assert not (tokens == 3).any()
