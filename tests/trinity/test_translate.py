@@ -50,7 +50,6 @@ def translated(config: TunerConfig, tmp_path: Path, base_url: str | None = None)
         steps=7,
         eval_tasks=3,
         checkpoints=tmp_path / "checkpoints",
-        spec=None,
         recorder="recorder",
         base_url=base_url,
     )

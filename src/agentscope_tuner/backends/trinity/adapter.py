@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import cloudpickle
 import ray
 from trinity.common.experience import Experience
 from trinity.common.models.model import ModelWrapper
@@ -15,7 +17,7 @@ from trinity.common.workflows.workflow import Workflow as TrinityWorkflow
 from agentscope_tuner.algorithms import Credit, compute_advantages
 from agentscope_tuner.backends.trinity.algorithm import nothing_learned, to_experiences
 from agentscope_tuner.backends.trinity.policies import EnginePolicy, TinkerPolicy, VllmPolicy, policy_model
-from agentscope_tuner.config import TunerConfig
+from agentscope_tuner.config import AlgorithmConfig, TunerConfig
 from agentscope_tuner.errors import EpisodeFailure, TrainingStoppedError, TunerError
 from agentscope_tuner.rollout import Rollout
 from agentscope_tuner.types import EpisodeGroup, Task
@@ -24,13 +26,14 @@ from agentscope_tuner.workflow import JudgeRunner, WorkflowRunner
 
 @dataclass(slots=True)
 class RunSpec:
-    """What every runner has to know about the run. Its text shows no settings: Trinity prints its configuration."""
+    """What every runner has to know about the run.
 
-    config: TunerConfig = field(repr=False)
-    workflow: WorkflowRunner = field(repr=False)
-    judge: JudgeRunner | None = field(repr=False)
-    recorder: str
-    """The name of the actor that episodes are sent to."""
+    The recorder keeps it, pickled: whoever gets Trinity's configuration prints it, and would import what is in it.
+    """
+
+    config: TunerConfig
+    workflow: WorkflowRunner
+    judge: JudgeRunner | None
 
 
 class GroupWorkflow(TrinityWorkflow):  # type: ignore[misc]  # published without types
@@ -45,7 +48,7 @@ class GroupWorkflow(TrinityWorkflow):  # type: ignore[misc]  # published without
         self.task = task
         self.model = model
         self.helpers = auxiliary_models or []
-        self.spec: RunSpec = task.workflow_args["run"]
+        self.recorder: str = task.workflow_args["recorder"]
         self.decoding: str = task.workflow_args.get("decoding", "")
         self.repeat_times = 1
 
@@ -61,9 +64,10 @@ class GroupWorkflow(TrinityWorkflow):  # type: ignore[misc]  # published without
             TunerError: something is wrong with the run; the recorder knows of it, since Trinity goes on.
         """
         step = int(str(self.task.batch_id).partition("/")[0])
-        recorder = ray.get_actor(self.spec.recorder)
+        recorder = ray.get_actor(self.recorder)
         try:
-            room = await _room_of(self.spec, self.model, self.helpers, _updates_before(step, self.spec.config))
+            room = await _room_of(self.recorder, recorder, self.model, self.helpers)
+            await room.refresh(step, (self.model, *self.helpers))
             group = await self._play(room, step)
             version = room.policies[0].version
             known = room.rollout.registered
@@ -73,7 +77,7 @@ class GroupWorkflow(TrinityWorkflow):  # type: ignore[misc]  # published without
             await recorder.fail.remote(wrong)
             raise wrong from exc
         if not self.decoding:
-            return self._experiences(group)
+            return _experiences(group, str(self.task.task_id), room.config.algorithm)
         episode = group.episodes[0]
         if episode.error is not None:
             raise EpisodeFailure(str(episode.error))
@@ -97,31 +101,38 @@ class GroupWorkflow(TrinityWorkflow):  # type: ignore[misc]  # published without
             phase=phase,
             first=int(self.task.task_id),
             params=params,
-            branching=None if self.decoding else self.spec.config.algorithm.branching,
+            branching=None if self.decoding else room.config.algorithm.branching,
             whole=False,
         )
         return groups[0]
 
-    def _experiences(self, group: EpisodeGroup) -> list[Experience]:
-        algorithm = self.spec.config.algorithm
-        name = str(self.task.task_id)
-        credits = compute_advantages([group], algorithm.advantage, algorithm.turn_discount)[0]
-        if not credits:  # all earned the same; they are what the step consists of nevertheless
-            credits = [
-                Credit(trajectory, [None] * len(trajectory.calls))
-                for episode in group.succeeded
-                for trajectory in episode.trajectories()
-            ]
-        return to_experiences(credits, name) or [nothing_learned(name, 0)]
+
+def _experiences(group: EpisodeGroup, name: str, algorithm: AlgorithmConfig) -> list[Experience]:
+    credits = compute_advantages([group], algorithm.advantage, algorithm.turn_discount)[0]
+    if not credits:  # all earned the same; they are what the step consists of nevertheless
+        credits = [
+            Credit(trajectory, [None] * len(trajectory.calls))
+            for episode in group.succeeded
+            for trajectory in episode.trajectories()
+        ]
+    return to_experiences(credits, name) or [nothing_learned(name, 0)]
 
 
 @dataclass(slots=True)
 class _Room:
     """What the episodes of one runner process share."""
 
+    config: TunerConfig
     rollout: Rollout
     policies: list[Any]
     end_of_turn: int
+    refreshing: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def refresh(self, step: int, engines: Sequence[ModelWrapper]) -> None:
+        """Take the weights that a step is to be played with."""
+        async with self.refreshing:
+            for policy, engine in zip(self.policies, engines, strict=True):
+                await policy.refresh(engine, _updates_before(step, self.config), self.config.trinity.sync_timeout_s)
 
 
 _rooms: dict[str, _Room] = {}
@@ -135,15 +146,13 @@ def _updates_before(step: int, config: TunerConfig) -> int:
     return max(0, step - 1) // config.trinity.sync_interval * config.trinity.sync_interval
 
 
-async def _room_of(spec: RunSpec, model: ModelWrapper, helpers: list[ModelWrapper], seen: int) -> _Room:
-    """The room of this process, made at the first call; its policies look for new weights at every one."""
+async def _room_of(name: str, recorder: Any, model: ModelWrapper, helpers: list[ModelWrapper]) -> _Room:
+    """The room of this process in the run of a recorder, made at the first call."""
     async with _entering:
-        room = _rooms.get(spec.recorder)
-        if room is None:
-            room = _rooms[spec.recorder] = _enter(spec, model, helpers)
-        for policy, engine in zip(room.policies, (model, *helpers), strict=True):
-            await policy.refresh(engine, seen, spec.config.trinity.sync_timeout_s)
-    return room
+        if name not in _rooms:
+            spec: RunSpec = cloudpickle.loads(await recorder.spec.remote())
+            _rooms[name] = _enter(spec, model, helpers)
+    return _rooms[name]
 
 
 def _enter(spec: RunSpec, model: ModelWrapper, helpers: list[ModelWrapper]) -> _Room:
@@ -154,7 +163,8 @@ def _enter(spec: RunSpec, model: ModelWrapper, helpers: list[ModelWrapper]) -> _
         for (name, settings), helper in zip(config.auxiliary_models.items(), helpers, strict=True)
     }
     rollout = Rollout(spec.workflow, spec.judge, trained, config.workflow, config.seed, auxiliary)
-    return _Room(rollout, [one.policy for one in (trained, *auxiliary.values())], min(trained.end_of_turn_ids))
+    policies = [one.policy for one in (trained, *auxiliary.values())]
+    return _Room(config, rollout, policies, min(trained.end_of_turn_ids))
 
 
 def _unforeseen(exc: Exception) -> TrainingStoppedError:

@@ -74,9 +74,18 @@ class RunRecorder:
     """Writes episodes as they come, and a line of metrics per step once everything about it is known."""
 
     def __init__(
-        self, config: TunerConfig, targets: list[str] | None, folder: str, *, done: int, steps: int, eval_tasks: int
+        self,
+        config: TunerConfig,
+        targets: list[str] | None,
+        folder: str,
+        spec: bytes,
+        *,
+        done: int,
+        steps: int,
+        eval_tasks: int,
     ) -> None:
-        """For the steps from `done` to `steps`, in which the roles `targets` learn."""
+        """For the steps from `done` to `steps`, in which the roles `targets` learn; `spec` is for the runners."""
+        self._spec = spec
         self._targets = targets
         self._config = config
         self._folder = RunFolder(Path(folder))
@@ -95,6 +104,10 @@ class RunRecorder:
         self._episodes = self._failed = self._tokens = 0
         self._fresh: list[StepMetrics] = []
         self._stop: TunerError | None = None
+
+    def spec(self) -> bytes:
+        """A pickled `adapter.RunSpec`."""
+        return self._spec
 
     def record(self, group: EpisodeGroup, roles: set[str], *, phase: str, batch: int, version: int) -> None:
         """A group was run.

@@ -167,7 +167,12 @@ class TrinityRun:
                 "the Tinker service of a run is reached from its own machine only, and Ray has several nodes; start "
                 "one with `astuner serve-tinker --host ...`, and set `model.tinker_config.base_url`"
             )
-        if ray.get(ray.remote(_digest_of_key).remote()) != _digest_of_key():
+
+        # Not a function of this module: whoever runs it would have to import all that is imported here.
+        def digest_of_key() -> str:
+            return hashlib.sha256(os.environ.get("TINKER_API_KEY", "").encode()).hexdigest()
+
+        if ray.get(ray.remote(digest_of_key).remote()) != digest_of_key():
             raise ConfigError(
                 "the Ray that runs already does not have this TINKER_API_KEY in its environment; export one "
                 "(`tml-` and any letters) before `ray start`, and here"
@@ -214,6 +219,7 @@ class TrinityRun:
                 self.config,
                 self.config.workflow.targets(self.workflow.trainable_targets),
                 str(self.folder.path),
+                cloudpickle.dumps(RunSpec(self.config, self.workflow, self.judge)),
                 done=done,
                 steps=self.steps,
                 eval_tasks=len(self.eval_tasks),
@@ -257,7 +263,6 @@ class TrinityRun:
     # ----------------------------------------------------------------------------------------------------- stage
 
     def _stage(self, service: _Service | None, address: str) -> Config:
-        spec = RunSpec(self.config, self.workflow, self.judge, self._name)
         stage = translate(
             self.config,
             model_path=self.model_path if service is None else service.model,
@@ -266,7 +271,6 @@ class TrinityRun:
             steps=self.steps,
             eval_tasks=len(self.eval_tasks),
             checkpoints=self._checkpoints,
-            spec=spec,
             recorder=self._name,
             base_url=None if service is None else service.base_url,
         )
@@ -299,7 +303,6 @@ class TrinityRun:
         assert process.stdin is not None
         stop: TunerError | None = None
         try:
-            # Through a pipe: workflows may hold keys of their default models, which belong in no file.
             process.stdin.write(cloudpickle.dumps((stage, str(answer))))
             process.stdin.close()
             self.view.phase("rollout", 0)
@@ -326,6 +329,8 @@ class TrinityRun:
         finally:
             _end(process)
         stop = stop or self._show(recorder)
+        if service is not None:
+            self._prune(service)
         if stop is not None:
             raise stop
         self._verify(json.loads(answer.read_text()) if answer.is_file() else None, process.returncode, log_path)
@@ -434,10 +439,6 @@ def _environment(config: TunerConfig) -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
-
-
-def _digest_of_key() -> str:
-    return hashlib.sha256(os.environ.get("TINKER_API_KEY", "").encode()).hexdigest()
 
 
 def _wait_for(address: Path, process: subprocess.Popen[bytes], log: Path) -> dict[str, str]:

@@ -173,7 +173,6 @@ def translate(
     steps: int,
     eval_tasks: int,
     checkpoints: Path,
-    spec: Any,
     recorder: str,
     base_url: str | None,
 ) -> Config:
@@ -187,8 +186,7 @@ def translate(
         steps: training steps.
         eval_tasks: how many held-out tasks there are.
         checkpoints: where Trinity keeps its own state.
-        spec: what the adapter has to know.
-        recorder: name of the actor that hears of everything.
+        recorder: name of the actor that knows the run, and hears of everything.
         base_url: of the Tinker service, if one is used.
     """
     model, algorithm, trinity = config.model, config.algorithm, config.trinity
@@ -266,9 +264,9 @@ def translate(
                 )
             ),
             explorer_input=ExplorerInput(
-                taskset=_taskset("train", tasks / "train", spec),
+                taskset=_taskset("train", tasks / "train", recorder),
                 eval_tasksets=[
-                    _taskset(f"eval_{decoding}", tasks / "eval", spec, decoding)
+                    _taskset(f"eval_{decoding}", tasks / "eval", recorder, decoding)
                     for decoding in (DECODINGS if eval_tasks else ())
                 ],
             ),
@@ -334,13 +332,13 @@ def _most_experiences(algorithm: AlgorithmSettings) -> int:
     return algorithm.batch_size * (algorithm.group_size + continued) * _PER_EPISODE
 
 
-def _taskset(name: str, path: Path, spec: Any, decoding: str = "") -> TasksetConfig:
+def _taskset(name: str, path: Path, recorder: str, decoding: str = "") -> TasksetConfig:
     return TasksetConfig(
         name=name,
         path=str(path),
         split="train",
         default_workflow_type=_ADAPTER,
-        workflow_args={"run": spec, "decoding": decoding},
+        workflow_args={"recorder": recorder, "decoding": decoding},
         rollout_args=GenerationConfig(),
     )
 
