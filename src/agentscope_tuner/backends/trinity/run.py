@@ -34,7 +34,7 @@ from agentscope_tuner.backends.trinity.recording import Progress, RunRecorder
 from agentscope_tuner.backends.trinity.translate import check_settings, group_timeout_s, translate, uses_own_service
 from agentscope_tuner.config import TunerConfig
 from agentscope_tuner.engine.models import load_reader, model_directory
-from agentscope_tuner.errors import ConfigError, TrainingStoppedError, TunerError
+from agentscope_tuner.errors import CheckpointError, ConfigError, TrainingStoppedError, TunerError
 from agentscope_tuner.readers import TaskStream, load_tasks, planned_steps
 from agentscope_tuner.reporting import ProgressView, RunFolder, stored_evaluation
 from agentscope_tuner.rollout import Rollout, run_to_end
@@ -353,7 +353,10 @@ class TrinityRun:
         if service.folder is None:
             return
         saved = {_step_of(note.parent): note for note in self._job.glob("global_step_*/remote_checkpoint_path.txt")}
-        needed = _steps_done(self._job / "trainer_meta.json")
+        try:
+            needed = _steps_done(self._job / "trainer_meta.json")
+        except CheckpointError:  # it is being written
+            return
         for step in sorted(saved)[: -self.config.checkpoint.keep]:
             if step < needed:
                 shutil.rmtree(checkpoint_folder(service.folder, saved[step].read_text().strip()), ignore_errors=True)
@@ -468,8 +471,20 @@ def _step_of(folder: Path) -> int:
 
 
 def _steps_done(meta: Path) -> int:
-    """What a side of Trinity notes about itself."""
-    return int(json.loads(meta.read_text())["latest_iteration"]) if meta.is_file() else 0
+    """What a side of Trinity notes about itself.
+
+    Raises:
+        CheckpointError: the note is torn; Trinity writes it in place.
+    """
+    if not meta.is_file():
+        return 0
+    try:
+        return int(json.loads(meta.read_text())["latest_iteration"])
+    except ValueError as exc:
+        raise CheckpointError(
+            f'Trinity\'s note `{meta}` is torn; write `{{"latest_iteration": N}}` into it, where `global_step_N` beside '
+            "it is the last checkpoint, and run this again"
+        ) from exc
 
 
 def _last_error(log: Path) -> str:
