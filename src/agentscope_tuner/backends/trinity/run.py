@@ -482,8 +482,8 @@ def _steps_done(meta: Path) -> int:
         return int(json.loads(meta.read_text())["latest_iteration"])
     except ValueError as exc:
         raise CheckpointError(
-            f'Trinity\'s note `{meta}` is torn; write `{{"latest_iteration": N}}` into it, where `global_step_N` beside '
-            "it is the last checkpoint, and run this again"
+            f'`{meta}`, which Trinity writes, is torn; put `{{"latest_iteration": N}}` there, where `global_step_N` is '
+            "the last checkpoint beside it, and run this again"
         ) from exc
 
 
