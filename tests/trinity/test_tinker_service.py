@@ -288,7 +288,7 @@ def test_training_goes_on_from_a_checkpoint(served: Served, trainer: tinker.Trai
         warnings.simplefilter("ignore")
         rest = served.client().create_rest_client()
     rest.delete_checkpoint(trainer.model_id, "first").result()
-    assert not served.service._folder_of(path).exists()
+    assert not served.service.checkpoint(path).exists()
 
 
 def test_weights_are_given_away(

@@ -24,6 +24,7 @@ from agentscope_tuner.algorithms.packing import PackedTree, pack
 from agentscope_tuner.config import AlgorithmConfig, EngineConfig
 from agentscope_tuner.engine.models import LoadedModel
 from agentscope_tuner.engine.optimizer import Optimizer
+from agentscope_tuner.engine.products import onednn_products
 from agentscope_tuner.engine.trainable import choose_forward, head_rows, learner_kernels, run_tree
 from agentscope_tuner.errors import ParityError
 from agentscope_tuner.types import ModelCall
@@ -174,6 +175,7 @@ class Learner:
         metrics.grad_norm = self.optimizer.step(metrics.learning_rate, self._algorithm.max_grad_norm)
         return metrics
 
+    @onednn_products()
     def accumulate(
         self,
         datums: list[Datum],
@@ -261,6 +263,7 @@ class Learner:
         """Log-probabilities (T,) of each call's tokens under the current weights."""
         return self._logprobs(self._loaded, [Datum(call, 0.0, 0.0, 0) for call in calls])
 
+    @onednn_products()
     def _logprobs(self, loaded: LoadedModel, datums: list[Datum], *, bare: bool = False) -> list[Tensor]:
         """With `bare`, without the calls' adapters."""
         device = loaded.device

@@ -15,6 +15,7 @@ from torch import Tensor
 from agentscope_tuner.algorithms.packing import PackedTree, pack
 from agentscope_tuner.config import EngineConfig
 from agentscope_tuner.engine.models import LoadedModel
+from agentscope_tuner.engine.products import onednn_products
 from agentscope_tuner.engine.trainable import choose_forward, head_rows, learner_kernels, run_tree
 
 EntryLoss = Callable[[Tensor, Tensor], Tensor]
@@ -43,6 +44,7 @@ class Scorer:
         self._forward = choose_forward(loaded, self._kernels)
         self._max_tokens = engine.micro_batch_tokens
 
+    @onednn_products()
     @torch.no_grad()
     def logprobs(self, rows: Sequence[Row]) -> Tensor:
         """The log-probability of every entry, on the CPU."""
@@ -53,6 +55,7 @@ class Scorer:
                 found[chunk.entries] = chunk.logprobs(self._loaded.head(hidden[chunk.nodes])).cpu()
         return found
 
+    @onednn_products()
     def backward(self, rows: Sequence[Row], loss: EntryLoss) -> tuple[Tensor, float]:
         """Add the gradient of a loss to the parameters' `grad`.
 
