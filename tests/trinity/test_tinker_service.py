@@ -283,12 +283,13 @@ def test_training_goes_on_from_a_checkpoint(served: Served, trainer: tinker.Trai
     ]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     assert not all(torch.equal(weights[0][name], weights[2][name]) for name in weights[0])
-    AutoModelForCausalLM.from_pretrained(served.service.checkpoint(path))
+    folder = served.service.checkpoint(path)
+    AutoModelForCausalLM.from_pretrained(folder)
     with warnings.catch_warnings():  # of a client that is made by itself instead, and cannot be closed
         warnings.simplefilter("ignore")
         rest = served.client().create_rest_client()
     rest.delete_checkpoint(trainer.model_id, "first").result()
-    assert not served.service.checkpoint(path).exists()
+    assert not folder.exists()
 
 
 def test_weights_are_given_away(
