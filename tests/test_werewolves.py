@@ -331,7 +331,7 @@ def test_a_vote_against_a_werewolf_earns_something(renderer: ChatRenderer) -> No
     rewards = Counter()
     for call in episode.calls:
         hit = (
-            call.role != "werewolf" and "Vote:" in request_of(call) and roles[call.text.partition(".")[0]] == "werewolf"
+            call.role != "werewolf" and "Vote," in request_of(call) and roles[call.text.partition(".")[0]] == "werewolf"
         )
         assert call.reward == (workflow.VOTE_REWARD if hit else 0.0)
         rewards[hit] += 1
