@@ -231,8 +231,8 @@ class EngineConfig(_Config):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of weights and activations."""
     fast_decoder: bool = True
-    """Use the fused decoder for the families that have one, and compiled attention where the machine has a C++
-    compiler; both are checked at start."""
+    """Use the fused decoder for the families that have one, with compiled steps where the machine has a C++ compiler;
+    they are checked at start."""
     max_slots: int = Field(default=128, ge=1)
     """Sequences decoded, or kept for their next turn, at the same time."""
     kv_cache_gb: float = Field(default=4.0, gt=0.0)
@@ -241,7 +241,7 @@ class EngineConfig(_Config):
     """Prompt tokens computed at once."""
     draft_tokens: int = Field(default=16, ge=0)
     """Tokens guessed ahead, from what was said before, and verified together. Takes fewer steps and changes no token.
-    0: none. Without compiled attention there are none either."""
+    0: none. Without compiled steps there are none either."""
     micro_batch_tokens: int = Field(default=6144, ge=16)
     """Tokens per forward and backward pass of the learner."""
     threads: int | None = Field(default=None, ge=1)
