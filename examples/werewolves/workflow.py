@@ -133,10 +133,10 @@ class Table:
         wolves = game.players(WEREWOLF)
         async with MsgHub([self.agents[name] for name in wolves]):
             # One after the other: each hears whom the others named.
-            targets = {name: await self.ask(name, f"{night} Attack, {name}", Target, game.prey) for name in wolves}
+            targets = {name: await self.ask(name, f"{night} Attack", Target, game.prey) for name in wolves}
         victim = attacked(game, targets)
         for name in game.players("seer"):
-            checked = await self.ask(name, f"{night} Check, {name}", Check, game.others(name))
+            checked = await self.ask(name, f"{night} Check", Check, game.others(name))
             if checked is not None:
                 what = "a werewolf" if game.roles[checked] == WEREWOLF else "good"
                 await self.agents[name].observe(_moderator(f"{checked} is {what}."))
@@ -168,7 +168,7 @@ class Table:
         game = self.game
         async with MsgHub([self.agents[name] for name in game.living], announcement=_moderator(dawn)) as hub:
             for name in speakers(game):
-                await self.ask(name, f"Speak, {name}. Suspects", Suspicion, game.others(name))
+                await self.ask(name, "Speak. Suspects", Suspicion, game.others(name))
             # The ballot is secret. One after the other all the same: the order of calls fixes their random numbers.
             hub.set_auto_broadcast(False)
             votes = {name: await self.vote(name) for name in game.living}
@@ -181,7 +181,7 @@ class Table:
     async def vote(self, name: str) -> str | None:
         """Whom a player wants to leave."""
         game = self.game
-        chosen = await self.ask(name, f"Vote, {name}", Vote, game.others(name))
+        chosen = await self.ask(name, "Vote", Vote, game.others(name))
         if chosen is not None and game.roles[chosen] == WEREWOLF != game.roles[name]:
             self.earns(game.roles[name], VOTE_REWARD)
         return chosen
@@ -190,7 +190,7 @@ class Table:
         """The shot of a hunter who has just died, and its announcement."""
         if not shoots(self.game, name, poisoned=poisoned):
             return ""
-        target = await self.ask(name, f"{news} Shoot, {name}", Shot, self.game.living)
+        target = await self.ask(name, f"{news} Shoot", Shot, self.game.living)
         shot(self.game, target)
         return f" {name} was the hunter and shot {target or NOBODY}."
 
