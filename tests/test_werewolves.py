@@ -331,7 +331,7 @@ def test_a_vote_against_a_werewolf_earns_something(renderer: ChatRenderer) -> No
     rewards = Counter()
     for call in episode.calls:
         hit = (
-            call.role != "werewolf" and "Vote," in request_of(call) and roles[call.text.partition(".")[0]] == "werewolf"
+            call.role != "werewolf" and "Vote:" in request_of(call) and roles[call.text.partition(".")[0]] == "werewolf"
         )
         assert call.reward == (workflow.VOTE_REWARD if hit else 0.0)
         rewards[hit] += 1
@@ -433,11 +433,11 @@ def test_scripted_players_know_the_rules() -> None:
 def test_a_player_reads_its_prompt() -> None:
     view = players.read_prompt(
         "Rules.\n<history>\nModerator: You are Player2, a werewolf with Player4 and Player9.\n"
-        "Moderator: Night 1. Attack, Player2: Player1 Player3 Player5 Player6 Player7 Player8\n"
+        "Moderator: Night 1. Attack: Player1 Player3 Player5 Player6 Player7 Player8\n"
         "Moderator: Day 1. Player1 died.\n"
         "Player3: I am the seer. Player4 is a werewolf.\nPlayer5: Player5 has nothing to say.\n"
         "Player6: I suspect Player4.\nPlayer7: Player8 has nothing to say.\n"
-        "Moderator: Player6 is voted out.\nModerator: Vote, Player2: Player3 Player4 Player5 Player7 Player8 Player9"
+        "Moderator: Player6 is voted out.\nModerator: Vote: Player3 Player4 Player5 Player7 Player8 Player9"
     )
     assert (view.name, view.role, view.mates, view.day) == ("Player2", "werewolf", ("Player4", "Player9"), 1)
     assert view.living == ["Player3", "Player4", "Player5", "Player7", "Player8", "Player9"]
