@@ -1,9 +1,10 @@
-"""Sampling, against everybody else's: `python benchmarks/rollout.py [--size S --size M] [--rounds 5]`.
+"""Sampling, against transformers' `generate`: `python benchmarks/rollout.py [--size S --size M] [--rounds 5]`.
 
 The work is one training batch: 16 prompts of 64 to 128 tokens, 8 completions of each, 48 new tokens, temperature 1,
-with log-probabilities. `ours` is the sampler as a rollout uses it. `generate` is transformers' method, all rows in one
-left-padded batch. `continuous` is transformers' continuous batching. `staggered` is ours again, for requests that arrive
-one after the other and have 8 to 256 new tokens: real continuous batching, to be held against its own static figure.
+with log-probabilities. `ours` is the sampler as a rollout uses it, and `eager` is the same without compiled or packed
+parts. `generate` is transformers' method, all rows in one left-padded batch. `staggered` is ours again, for requests
+that arrive one after the other and have 8 to 256 new tokens: real continuous batching, to be held against its own
+static figure.
 
 Log-probabilities are compared with transformers' before any speed is printed.
 """
