@@ -80,6 +80,27 @@ def random_prompts(count: int = TASKS, low: int = 64, high: int = 128, seed: int
     return [[rng.randrange(3, 1000) for _ in range(rng.randint(low, high))] for _ in range(count)]
 
 
+@torch.inference_mode()
+def generate(model: Any, prompts: list[list[int]], tokens: int, end: list[int] | None = None) -> torch.Tensor:
+    """New tokens (B, up to `tokens`) by transformers' `generate`, as its users would write it.
+
+    All prompts are in one left-padded batch, sampled at temperature 1 with log-probabilities. After one of the tokens
+    `end` a completion is padded with 0; without any, all are of full length.
+    """
+    width = max(map(len, prompts))
+    ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts])
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
+    ending = {"min_new_tokens": tokens} if end is None else {"eos_token_id": end}
+    out = model.generate(
+        ids, attention_mask=mask, do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=tokens,
+        pad_token_id=0, return_dict_in_generate=True, output_logits=True, **ending,
+    )  # fmt: skip
+    new: torch.Tensor = out.sequences[:, width:]
+    for i, logits in enumerate(out.logits):
+        torch.log_softmax(logits.float(), -1).gather(1, new[:, i : i + 1])
+    return new
+
+
 # ------------------------------------------------------------------------------------------------------ measuring
 
 

@@ -17,7 +17,18 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from common import GROUP, NEW_TOKENS, SIZES, compare, load, matmul_rate, random_model, random_prompts, write_results
+from common import (
+    GROUP,
+    NEW_TOKENS,
+    SIZES,
+    compare,
+    generate,
+    load,
+    matmul_rate,
+    random_model,
+    random_prompts,
+    write_results,
+)
 from transformers import AutoModelForCausalLM
 
 from agentscope_tuner.engine.sampler import Sampler
@@ -41,21 +52,6 @@ async def complete(sampler: Sampler, requests: list[tuple[list[int], int]], *, s
             sampler.close_episode(name)
 
     return list(await asyncio.gather(*[one(i, ids, tokens) for i, (ids, tokens) in enumerate(requests)]))
-
-
-@torch.inference_mode()
-def generate(model: Any, prompts: list[list[int]], tokens: int) -> None:
-    """What a user of transformers would write."""
-    width = max(map(len, prompts))
-    ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts])
-    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
-    out = model.generate(
-        ids, attention_mask=mask, do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=tokens,
-        min_new_tokens=tokens, pad_token_id=0, return_dict_in_generate=True, output_logits=True,
-    )  # fmt: skip
-    new = out.sequences[:, width:]
-    for i, logits in enumerate(out.logits):
-        torch.log_softmax(logits.float(), -1).gather(1, new[:, i : i + 1])
 
 
 @torch.inference_mode()

@@ -21,6 +21,7 @@ from typing import Annotated
 
 import torch
 import typer
+from common import GROUP, NEW_TOKENS, TASKS, generate
 from transformers import AutoModelForCausalLM
 
 ROOT = Path(__file__).parents[1]
@@ -36,28 +37,6 @@ from agentscope_tuner.readers import load_tasks  # noqa: E402
 from agentscope_tuner.rollout import Rollout  # noqa: E402
 from agentscope_tuner.types import Episode  # noqa: E402
 from agentscope_tuner.workflow import JudgeRunner, WorkflowRunner  # noqa: E402
-
-TASKS, GROUP, NEW_TOKENS = 16, 8, 48
-
-
-@torch.inference_mode()
-def generate(model, turns: list[list[list[int]]], end: list[int]) -> tuple[int, float]:
-    """Tokens and seconds of `generate` over the turns' prompts."""
-    begun, tokens = time.perf_counter(), 0
-    for prompts in turns:
-        width = max(map(len, prompts))
-        ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts])
-        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
-        out = model.generate(
-            ids, attention_mask=mask, do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
-            max_new_tokens=NEW_TOKENS, eos_token_id=end, pad_token_id=0,
-            return_dict_in_generate=True, output_logits=True,
-        )  # fmt: skip
-        new = out.sequences[:, width:]
-        for i, logits in enumerate(out.logits):
-            torch.log_softmax(logits.float(), -1).gather(1, new[:, i : i + 1])
-        tokens += int((new != 0).sum())
-    return tokens, time.perf_counter() - begun
 
 
 def main(
@@ -90,8 +69,9 @@ def main(
             for turn, call in enumerate(episode.calls):
                 turns[turn].append(call.prompt_ids)
         speed = sum(episode.tokens_sampled for episode in episodes) / seconds
-        their_tokens, their_seconds = generate(reference, list(turns.values()), end)
-        theirs = their_tokens / their_seconds
+        begun = time.perf_counter()
+        completions = [generate(reference, prompts, NEW_TOKENS, end) for prompts in turns.values()]
+        theirs = sum(int((new != 0).sum()) for new in completions) / (time.perf_counter() - begun)
         if number == 0:
             continue  # warm-up
         ratios.append(speed / theirs)

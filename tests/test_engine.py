@@ -424,7 +424,7 @@ def test_bfloat16_keeps_small_updates_in_master_weights(tiny_model_dir: Path) ->
         (torch.tensor(call.logprobs) - ours).abs().max()
         for call, ours in zip(calls, learner.logprobs(calls), strict=True)
     )
-    assert gap < 1e-1
+    assert gap < 2e-2
     before = {name: master.detach().clone() for name, master in learner.optimizer.masters.items()}
     learner.train([[Datum(call, 1.0 - 2 * (i % 2), 0.0, i) for i, call in enumerate(calls)]])
     assert any(not torch.equal(before[name], master) for name, master in learner.optimizer.masters.items())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from agentscope_tuner import ModelTuner, Workflow, WorkflowOutput, WorkflowTask
+from agentscope_tuner import JudgeOutput, ModelTuner, Workflow, WorkflowOutput, WorkflowTask
 from agentscope_tuner.testing import ScriptedModel
 
 
@@ -19,8 +19,18 @@ def text_of(response: Any) -> str:
 
 
 async def scored(task: dict[str, Any], model: Any) -> float:
-    """A function that gives its own reward."""
+    """AgentScope's first form."""
     return letters(text_of(await model([{"role": "user", "content": task["question"]}])))
+
+
+async def answered(task: dict[str, Any], model: Any) -> WorkflowOutput:
+    """AgentScope's second form."""
+    return WorkflowOutput(response=text_of(await model([{"role": "user", "content": task["question"]}])))
+
+
+async def judged(task: dict[str, Any], response: Any) -> JudgeOutput:
+    """And its judge."""
+    return JudgeOutput(reward=letters(response), metrics={"length": float(len(response))})
 
 
 class Pair(Workflow):

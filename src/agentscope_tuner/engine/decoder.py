@@ -154,7 +154,7 @@ class FusedDecoder:
         self._heads = config.num_attention_heads
         _, self._kv_heads, self._head_dim = cache_shape(loaded)
         self._eps = config.rms_norm_eps
-        self._cos, sin = rotary_table(loaded)
+        self._cos, sin = self._table = rotary_table(loaded)
         half = self._head_dim // 2
         self._sin = torch.cat([-sin[:, :half], sin[:, half:]], -1)
         self.refresh()
@@ -204,7 +204,7 @@ class NativeDecoder(FusedDecoder):
 
     def __init__(self, loaded: LoadedModel, rows: int, *, packed: bool) -> None:
         super().__init__(loaded, rows, packed=packed)
-        cosines, sines = rotary_table(loaded)
+        cosines, sines = self._table
         self._table = (cosines.float(), sines.float())
 
     def hidden(self, ids: Tensor, positions: Tensor, layout: CacheLayout, speakers: Speakers = ()) -> Tensor:

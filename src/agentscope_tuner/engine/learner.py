@@ -43,11 +43,10 @@ class UpdateMetrics:
     tokens_trained: int = 0
     tokens_packed: int = 0
     logprob_gap: float = 0.0
-    """Largest difference between a recorded log-probability and the learner's."""
-    call_gap: float = 0.0
-    """Largest mean of these differences over the tokens of a call."""
+    """Largest difference between recorded log-probabilities and the learner's: of a token in float32, and of a call on
+    average in bfloat16, where an unlikely token may be far off ..."""
     gap_datum: int = 0
-    """Where the former was found in float32, the latter in lower precision."""
+    """... and the datum it was found in."""
 
 
 @dataclass(slots=True)
@@ -125,7 +124,6 @@ class Learner:
         self._max_tokens = max_tokens
         self.optimizer = Optimizer(loaded, betas=algorithm.adam_betas, weight_decay=algorithm.weight_decay)
         self._exact = loaded.model.dtype == torch.float32
-        # In bfloat16 an unlikely token may be far off; a whole call is not.
         self._parity_tolerance = 1e-4 if self._exact else 5e-2
         self._reference = None
         if algorithm.kl_coef > 0 and loaded.lora is None:
@@ -168,9 +166,8 @@ class Learner:
     ) -> UpdateMetrics:
         self.optimizer.zero_grad()
         metrics = self.accumulate(datums, reference, on_tree)
-        gap = metrics.logprob_gap if self._exact else metrics.call_gap
-        if on_policy and not gap <= self._parity_tolerance:
-            raise self._parity_error(datums[metrics.gap_datum].call, gap)
+        if on_policy and not metrics.logprob_gap <= self._parity_tolerance:
+            raise self._parity_error(datums[metrics.gap_datum].call, metrics.logprob_gap)
         metrics.learning_rate = self.learning_rate
         metrics.grad_norm = self.optimizer.step(metrics.learning_rate, self._algorithm.max_grad_norm)
         return metrics
@@ -193,7 +190,8 @@ class Learner:
         algorithm = self._algorithm
         metrics = UpdateMetrics()
         columns = _Columns(datums, device)
-        gaps = torch.zeros(len(datums))
+        gaps = torch.zeros(len(datums), device=device)
+        lengths = torch.tensor([len(datum.call.completion_ids) for datum in datums], device=device)
         entropy_weight = algorithm.entropy_coef / sum(len(datum.call.completion_ids) for datum in datums)
         for tree, entries in pack_calls([datum.call for datum in datums], self._micro_batch_tokens):
             column = columns.of(entries)
@@ -222,12 +220,11 @@ class Learner:
                 loss = (per_token * column.weights[rows]).sum() - entropy_weight * spread
                 loss.backward()
                 with torch.no_grad():
-                    differences = (logprobs - old).abs()
-                    gaps.index_add_(0, entries.call[rows], differences.cpu())
-                    gap, at = differences.max(0)
-                    if not gap.item() <= metrics.logprob_gap:
-                        metrics.logprob_gap = gap.item()
-                        metrics.gap_datum = int(entries.call[rows][at.cpu()])
+                    differences, calls = (logprobs - old).abs(), entries.call[rows].to(device)
+                    if self._exact:
+                        gaps.scatter_reduce_(0, calls, differences, "amax")
+                    else:
+                        gaps.index_add_(0, calls, differences / lengths[calls])
                     metrics.loss += loss.item()
                     metrics.kl_to_sampler += k3_divergence(old, logprobs).sum().item()
                     metrics.clip_fraction += clipped.sum().item()
@@ -237,11 +234,8 @@ class Learner:
             metrics.tokens_packed += len(tree.ids)
             if on_tree is not None:
                 on_tree(len(tree.ids))
-        lengths = torch.tensor([len(datum.call.completion_ids) for datum in datums])
-        call_gap, worst = (gaps / lengths).max(0)
-        metrics.call_gap = call_gap.item()
-        if not self._exact:
-            metrics.gap_datum = int(worst)
+        gap, worst = gaps.max(0)
+        metrics.logprob_gap, metrics.gap_datum = gap.item(), int(worst)
         metrics.kl_to_sampler /= metrics.tokens_trained
         metrics.clip_fraction /= metrics.tokens_trained
         metrics.entropy /= metrics.tokens_trained

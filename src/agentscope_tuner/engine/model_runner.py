@@ -104,7 +104,10 @@ class ModelRunner:
                 a trunk, must be neighbours.
             every: for all tokens, in the order of the spans.
         """
-        return self._flat_rows(spans, every=every) if self.flat else self._padded_rows(spans, every=every)
+        if self.flat:
+            return self._flat_rows(spans, every=every)
+        # Nothing is guessed without compiled kernels, so whoever wants every token runs one of each slot.
+        return self._padded_rows(spans)
 
     def _flat_rows(self, spans: Sequence[tuple[Slot, int, int]], *, every: bool) -> Tensor:
         """A row for each token: all keys and values are written before any are read."""
@@ -137,8 +140,8 @@ class ModelRunner:
         hidden = self.decoder.hidden(torch.tensor(ids)[:, None], (at + begun)[:, None], layout, speakers)[:, 0]
         return hidden if every else hidden[[end - 1 for end in itertools.accumulate(n for _, _, n in spans)]]
 
-    def _padded_rows(self, spans: Sequence[tuple[Slot, int, int]], *, every: bool) -> Tensor:
-        """A row for each span, padded to the longest."""
+    def _padded_rows(self, spans: Sequence[tuple[Slot, int, int]]) -> Tensor:
+        """A row for each span, padded to the longest; the hidden states after their last tokens."""
         width = max(n for _, _, n in spans)
         self.cache.reserve(min(self.cache.limit, max(start for _, start, _ in spans) + width))
         # Padding may not reach beyond the cache; it is masked, so any place inside will do.
@@ -165,10 +168,6 @@ class ModelRunner:
             SlotLayout(self.cache, groups),
             speakers,
         )
-        if width == 1:
-            return hidden[:, 0]
-        if every:
-            return torch.cat([row[:n] for row, (_, _, n) in zip(hidden, spans, strict=True)])
         return hidden[range(len(spans)), [n - 1 for _, _, n in spans]]
 
     def draw(

@@ -178,6 +178,17 @@ float softmax(float* __restrict x, int64_t n, int64_t width) {
     return most + std::log(sum);
 }
 
+// Rotary embedding of one head; with sign -1 its transpose.
+inline void turn(const float* in, const float* cosines, const float* sines, float* out, int64_t half, float sign) {
+#pragma omp simd
+    for (int64_t j = 0; j < half; j++) {
+        out[j] = in[j] * cosines[j] - sign * in[j + half] * sines[j];
+        out[j + half] = in[j + half] * cosines[j] + sign * in[j] * sines[j];
+    }
+}
+
+inline float silu(float x) { return x / (1 + std::exp(-x)); }
+
 // ---------------------------------------------------------------------------------------------------- the sampler
 
 // Keys in tiles (slots, kv_heads, capacity / TILE, d, TILE), values (slots, kv_heads, capacity, d).
@@ -289,10 +300,8 @@ void split_heads(const T* joined, const T* q_norm, const T* k_norm, const float*
                     by /= std::sqrt(squares / d + eps);
                     for (int64_t j = 0; j < d; j++) in[j] *= number(norm[j]);
                 }
-                for (int64_t j = 0; j < half; j++) {
-                    turned[j] = (in[j] * c[j] - in[j + half] * s[j]) * by;
-                    turned[j + half] = (in[j + half] * c[j] + in[j] * s[j]) * by;
-                }
+                for (int64_t j = 0; j < d; j++) in[j] *= by;
+                turn(in.data(), c, s, turned.data(), half, 1);
                 if (head < heads) {
                     std::memcpy(q + (row * heads + head) * d, turned.data(), d * sizeof(float));
                 } else {
@@ -314,10 +323,7 @@ void gate_joined(const T* joined, T* out, int64_t rows, int64_t d) {
         const T *gate = joined + row * 2 * d, *up = gate + d;
         T* to = out + row * d;
 #pragma omp simd
-        for (int64_t j = 0; j < d; j++) {
-            const float x = number(gate[j]);
-            put(to + j, x / (1 + std::exp(-x)) * number(up[j]));
-        }
+        for (int64_t j = 0; j < d; j++) put(to + j, silu(number(gate[j])) * number(up[j]));
     }
 }
 
@@ -599,13 +605,8 @@ extern "C" void rotate(const float* x, const float* cosines, const float* sines,
     for (int64_t row = 0; row < rows; row++) {
         const float *c = cosines + positions[row] * d, *s = sines + positions[row] * d;
         for (int64_t head = 0; head < heads; head++) {
-            const float* in = x + (row * heads + head) * d;
-            float* out = y + (row * heads + head) * d;
-#pragma omp simd
-            for (int64_t j = 0; j < half; j++) {
-                out[j] = in[j] * c[j] - sign * in[j + half] * s[j];
-                out[j + half] = in[j + half] * c[j] + sign * in[j] * s[j];
-            }
+            const int64_t at = (row * heads + head) * d;
+            turn(x + at, c, s, y + at, half, sign);
         }
     }
 }
@@ -613,7 +614,7 @@ extern "C" void rotate(const float* x, const float* cosines, const float* sines,
 // y = silu(gate) * up, number by number.
 extern "C" void swiglu(const float* gate, const float* up, float* y, int64_t n) {
 #pragma omp parallel for simd schedule(static)
-    for (int64_t i = 0; i < n; i++) y[i] = gate[i] / (1 + std::exp(-gate[i])) * up[i];
+    for (int64_t i = 0; i < n; i++) y[i] = silu(gate[i]) * up[i];
 }
 
 extern "C" void swiglu_backward(const float* grad, const float* gate, const float* up, float* grad_gate, float* grad_up,

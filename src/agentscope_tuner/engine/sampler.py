@@ -68,7 +68,6 @@ class Sampler:
             ConfigError: not even one sequence of `max_model_len` tokens fits into `engine.kv_cache_gb`.
         """
         self._loaded = loaded
-        self._device = loaded.device
         self._runner = ModelRunner(loaded, engine)
         self._prefill_tokens = engine.prefill_tokens
         self._draft_tokens = engine.draft_tokens if self._runner.flat else 0
