@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Awaitable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -208,6 +210,39 @@ def test_long_prompts_are_computed_in_pieces(tiny_model_dir: Path) -> None:
     whole = greedy(start(loaded), prompts)
     pieces = greedy(start(loaded, prefill_tokens=16), prompts)
     assert [sample.token_ids for sample in pieces] == [sample.token_ids for sample in whole]
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_long_prompt_is_computed_beside_the_tokens_of_others(
+    tiny_model_dir: Path, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not compiled:
+        monkeypatch.setattr("agentscope_tuner.engine.decoder.native_kernels", lambda: None)
+    loaded = load(tiny_model_dir, max_model_len=2500)
+    sampler = start(loaded, draft_tokens=0, max_slots=3)
+    short, long = [5] * 20, [7 + i % 50 for i in range(2000)]
+    heard: list[str] = []
+
+    def one(sampler: Sampler, name: str, prompt: list[int], tokens: int) -> Awaitable[Sample]:
+        params = SamplingParams(max_tokens=tokens, seed=3)
+        return sampler.sample(prompt, params, episode_id=name, on_token=lambda _: heard.append(name))
+
+    async def both() -> list[Sample]:
+        first = asyncio.ensure_future(one(sampler, "first", short, 30))
+        while not heard:
+            await asyncio.sleep(0)
+        return await asyncio.gather(first, one(sampler, "late", long, 10))
+
+    async def alone(*given: Any) -> Sample:
+        return await one(start(loaded), *given)
+
+    together = asyncio.run(both())
+    # Four steps for the long prompt with compiled attention; where rows are padded it has a step of its own.
+    assert (heard.index("late") >= 5) == compiled
+    for sample, given in zip(together, [("first", short, 30), ("late", long, 10)], strict=True):
+        expected = asyncio.run(alone(*given))
+        assert sample.token_ids == expected.token_ids
+        assert sample.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
 
 
 def test_a_cancelled_episode_leaves_no_trace(tiny_model_dir: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +25,19 @@ from agentscope_tuner.policy import SamplingParams
 
 _SCORE_ELEMENTS = 2**26
 """Attention scores computed at once during prefill."""
+
+
+_BESIDE_DECODING = 512
+"""Prompt tokens computed in a step in which others draw, so that it does not hold them up for long."""
+
+
+class Span(NamedTuple):
+    """Missing tokens of a slot that are run at once."""
+
+    slot: Slot
+    tokens: int
+    wanted: int
+    """Of how many of the last of them the hidden state is wanted."""
 
 
 class ModelRunner:
@@ -56,28 +70,21 @@ class ModelRunner:
         """Every token is a row of its own, and nothing is padded: compiled attention reads the keys and values of a
         sequence once for all of its rows."""
 
-    def advance(self, slots: Sequence[Slot]) -> dict[Slot, Tensor]:
-        """Compute missing tokens of some slots, as many as go at once.
-
-        Returns the hidden state (D,) of the last one that was computed, for each slot that had any.
-        """
-        tokens = self._next_tokens(slots)
-        ordered = sorted(tokens, key=lambda slot: slot.row_order)
-        hidden = self.hidden([(slot, slot.cached, tokens[slot]) for slot in ordered])
-        for slot in ordered:
-            slot.cached += tokens[slot]
-        return dict(zip(ordered, hidden, strict=True))
-
-    def _next_tokens(self, slots: Sequence[Slot]) -> dict[Slot, int]:
+    def plan(self, decoding: Sequence[Slot], prefilling: Sequence[Slot]) -> dict[Slot, int]:
         """Which slots' missing tokens to compute at once, and how many of each."""
+        if not self.flat:
+            return self._alike(prefilling) if prefilling else dict.fromkeys(decoding, 1)
+        plan = {slot: slot.missing for slot in decoding}
+        room = min(self._prefill_tokens, _BESIDE_DECODING) if decoding else self._prefill_tokens
+        for slot in prefilling:
+            if room > 0:
+                plan[slot] = min(slot.missing, room)
+                room -= plan[slot]
+        return plan
+
+    def _alike(self, slots: Sequence[Slot]) -> dict[Slot, int]:
         room = self._prefill_tokens
         rows: dict[Slot, int] = {}
-        if self.flat:
-            for slot in slots:
-                if room > 0:
-                    rows[slot] = min(slot.missing, room)
-                    room -= rows[slot]
-            return rows
         # Rows of similar length go together; long ones are cut.
         ordered = sorted(slots, key=lambda slot: (slot.missing, slot.index))
         for slot in ordered:
@@ -96,22 +103,17 @@ class ModelRunner:
             rows[ordered[0]] = min(rows[ordered[0]], max(16, int(_SCORE_ELEMENTS // (self._heads * keys))))
         return rows
 
-    def hidden(self, spans: Sequence[tuple[Slot, int, int]], *, every: bool = False) -> Tensor:
-        """Hidden states after the last token of each span (B, D), or after every token (N, D).
+    def hidden(self, spans: Sequence[Span]) -> Tensor:
+        """The hidden states (N, D) that are wanted, in the order of the spans.
 
-        Args:
-            spans: slots, where in them to begin, and how many tokens to run. Slots that share an adapter, and within it
-                a trunk, must be neighbours.
-            every: for all tokens, in the order of the spans.
+        Slots that share an adapter, and within it a trunk, must be neighbours.
         """
-        if self.flat:
-            return self._flat_rows(spans, every=every)
-        # Nothing is guessed without compiled kernels, so whoever wants every token runs one of each slot.
-        return self._padded_rows(spans)
+        # Nothing is guessed without compiled kernels, so of padded rows only the last one can be wanted.
+        return self._flat_rows(spans) if self.flat else self._padded_rows(spans)
 
-    def _flat_rows(self, spans: Sequence[tuple[Slot, int, int]], *, every: bool) -> Tensor:
+    def _flat_rows(self, spans: Sequence[Span]) -> Tensor:
         """A row for each token: all keys and values are written before any are read."""
-        self.cache.reserve(max(start + n for _, start, n in spans))
+        self.cache.reserve(max(slot.cached + n for slot, n, _ in spans))
         ids: list[int] = []
         slots: list[int] = []
         own: list[int] = []
@@ -120,7 +122,9 @@ class ModelRunner:
         speakers: list[tuple[str, int]] = []
         numbers: dict[int, int] = {}
         trunks: list[tuple[int, list[tuple[Tensor, Tensor]]]] = []
-        for slot, start, n in spans:
+        wanted: list[int] = []
+        for slot, n, last in spans:
+            start = slot.cached
             offset, number = 0, -1
             if slot.trunk is not None:
                 offset, number = len(slot.trunk.ids), numbers.setdefault(id(slot.trunk), len(trunks))
@@ -135,26 +139,28 @@ class ModelRunner:
                 speakers[-1] = (slot.adapter, speakers[-1][1] + n)
             else:
                 speakers.append((slot.adapter, n))
+            wanted += range(len(ids) - last, len(ids))
         at, slots_of, begun, trunk_numbers = torch.tensor([own, slots, offsets, trunk_of])
         layout = RowLayout(self.cache, slots_of, at, trunks, trunk_numbers)
         hidden = self.decoder.hidden(torch.tensor(ids)[:, None], (at + begun)[:, None], layout, speakers)[:, 0]
-        return hidden if every else hidden[[end - 1 for end in itertools.accumulate(n for _, _, n in spans)]]
+        return hidden if len(wanted) == len(hidden) else hidden[wanted]
 
-    def _padded_rows(self, spans: Sequence[tuple[Slot, int, int]]) -> Tensor:
-        """A row for each span, padded to the longest; the hidden states after their last tokens."""
-        width = max(n for _, _, n in spans)
-        self.cache.reserve(min(self.cache.limit, max(start for _, start, _ in spans) + width))
+    def _padded_rows(self, spans: Sequence[Span]) -> Tensor:
+        """A row for each span, padded to the longest."""
+        width = max(span.tokens for span in spans)
+        self.cache.reserve(min(self.cache.limit, max(span.slot.cached for span in spans) + width))
         # Padding may not reach beyond the cache; it is masked, so any place inside will do.
-        ids = [slot.ids[start : start + n] + [0] * (width - n) for slot, start, n in spans]
+        ids = [slot.ids[slot.cached : slot.cached + n] + [0] * (width - n) for slot, n, _ in spans]
         groups: list[SlotGroup] = []
         positions: list[int] = []
         speakers: list[tuple[str, int]] = []
-        for _, run in itertools.groupby(spans, key=lambda span: (span[0].adapter, id(span[0].trunk))):
+        for _, run in itertools.groupby(spans, key=lambda span: (span.slot.adapter, id(span.slot.trunk))):
             members = list(run)
-            first = members[0][0]
+            first = members[0].slot
             speakers.append((first.adapter, len(members)))
-            slots, starts, counts = ([*column] for column in zip(*members, strict=True))
-            indices = [slot.index for slot in slots]
+            indices = [span.slot.index for span in members]
+            starts = [span.slot.cached for span in members]
+            counts = [span.tokens for span in members]
             groups.append(
                 SlotGroup(first.trunk.cache if first.trunk else None, indices, starts, counts, width, self.cache)
             )
@@ -168,7 +174,8 @@ class ModelRunner:
             SlotLayout(self.cache, groups),
             speakers,
         )
-        return hidden[range(len(spans)), [n - 1 for _, _, n in spans]]
+        rows = [row for row, span in enumerate(spans) if span.wanted]
+        return hidden[rows, [spans[row].tokens - 1 for row in rows]]
 
     def draw(
         self, hidden: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]

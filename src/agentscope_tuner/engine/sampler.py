@@ -20,7 +20,7 @@ from torch import Tensor
 from agentscope_tuner.algorithms.packing import common_prefix
 from agentscope_tuner.config import EngineConfig
 from agentscope_tuner.engine.drafts import Drafts
-from agentscope_tuner.engine.model_runner import ModelRunner
+from agentscope_tuner.engine.model_runner import ModelRunner, Span
 from agentscope_tuner.engine.models import LoadedModel
 from agentscope_tuner.engine.slots import Slot, Slots
 from agentscope_tuner.policy import Sample, SamplingParams, room_for_tokens
@@ -84,9 +84,12 @@ class Sampler:
         """Open episodes that are between two calls."""
         self._quiet = asyncio.Event()
         self._pending: set[_Request] = set()
-        """Everybody who awaits a completion: those waiting for a slot, those active, those being computed."""
+        """Everybody who awaits a completion: of them in one of the next three, or being computed."""
         self._waiting: list[_Request] = []
-        self._active: list[_Request] = []
+        self._prefilling: list[_Request] = []
+        """Those with a slot, of whose prompts something is not computed."""
+        self._decoding: list[_Request] = []
+        """Those with a slot whose next token can be drawn."""
         self._pump: asyncio.Task[None] | None = None
         self._forget()
 
@@ -200,29 +203,27 @@ class Sampler:
         try:
             while True:
                 await self._settle()
-                if self._may_admit():
-                    with torch.inference_mode():
-                        self._admit()
-                elif self._active:
-                    with torch.inference_mode():
-                        self._decode()
-                elif not self._waiting:
+                if not (self._waiting or self._prefilling or self._decoding):
                     return
+                with torch.inference_mode():
+                    if self._may_admit():
+                        self._admit()
+                    self._step()
         except Exception as exc:  # everybody who waits has to hear of it
             for request in self._pending:
                 if not request.future.done():
                     request.future.set_exception(exc)
-            self._pending, self._waiting, self._active = set(), [], []
+            self._pending, self._waiting, self._prefilling, self._decoding = set(), [], [], []
             self._forget()
 
     def _may_admit(self) -> bool:
-        """Whether waiting requests should begin now.
-
-        In bunches, since a prefill of few rows costs almost as much as one of many, and holds up everybody else.
-        """
-        if not self._waiting or len(self._active) == len(self._slots):
+        """Whether waiting requests should begin now."""
+        begun = len(self._prefilling) + len(self._decoding)
+        if not self._waiting or begun == len(self._slots):
             return False
-        return len(self._waiting) * _BUNCH >= len(self._active)
+        # Where rows are padded, a prefill is a step of its own; with few rows it costs almost as much as with many, and
+        # holds up everybody else. So they begin in bunches.
+        return self._runner.flat or len(self._waiting) * _BUNCH >= begun
 
     async def _settle(self) -> None:
         """Let every open episode that can run do so, until all of them wait or patience ends."""
@@ -245,14 +246,15 @@ class Sampler:
             self._quiet.set()
 
     def _admit(self) -> None:
-        """Give waiting requests their slots, compute what is new of their prompts, and draw first tokens."""
+        """Give waiting requests their slots."""
         free = sum(not slot.busy for slot in self._slots)
         self._waiting.sort(key=lambda request: request.order)
         batch, self._waiting = self._waiting[:free], self._waiting[free:]
         self._make_trunks(batch)
-        while batch:
-            ready, batch = self._place(batch)
-            self._prefill(ready)
+        ready, later = self._place(batch)
+        self._prefilling += [request for request in ready if request.slot.prefilling]
+        self._decoding += [request for request in ready if not request.slot.prefilling]
+        self._waiting = later + self._waiting
 
     def _make_trunks(self, batch: list[_Request]) -> None:
         families: dict[tuple[str, tuple[int, ...]], list[list[int]]] = defaultdict(list)
@@ -269,7 +271,10 @@ class Sampler:
             scratch = self._slots.victim()
             self._slots.fill(scratch, adapter, None, first[:shared], 0)
             while scratch.missing:
-                self._advance([scratch])
+                n = self._runner.plan([], [scratch])[scratch]
+                self._runner.hidden([Span(scratch, n, 0)])
+                scratch.cached += n
+            self.tokens_prefilled += shared
             self._slots.add_trunk(adapter, first[:shared], self._runner.cache.take(scratch.index, shared))
         self._slots.drop_unused_trunks()
 
@@ -277,11 +282,10 @@ class Sampler:
         """Find slots. Requests that can share what others are about to compute come back as the second list."""
         ready: list[_Request] = []
         later: list[_Request] = []
-        planned: set[int] = set()
         for request in batch:
             trunk = self._slots.trunk_of(request.adapter, request.prompt_ids)
             own = request.prompt_ids[len(trunk.ids) :] if trunk else request.prompt_ids
-            best, overlap = self._slots.nearest(request.adapter, trunk, own, request.episode_id, planned)
+            best, overlap = self._slots.nearest(request.adapter, trunk, own, request.episode_id)
             if best is not None and overlap > best.cached:
                 later.append(request)
                 continue
@@ -295,54 +299,46 @@ class Sampler:
             self._slots.fill(slot, request.adapter, trunk, own, overlap)
             slot.busy = True
             slot.episode_id = request.episode_id
-            planned.add(slot.index)
             request.slot = slot
             ready.append(request)
         return ready, later
 
     def _drop(self, request: _Request) -> None:
-        if request in self._waiting:
-            self._waiting.remove(request)
-        elif request in self._active:
-            self._active.remove(request)
-            self._slots.release(request.slot)
+        for where in (self._waiting, self._prefilling, self._decoding):
+            if request in where:
+                where.remove(request)
+                if where is not self._waiting:
+                    self._slots.release(request.slot)
 
     # --------------------------------------------------------------------------------------------- computing
 
-    def _prefill(self, requests: list[_Request]) -> None:
-        by_slot = {request.slot: request for request in requests}
-        slots = [*by_slot]
-        finished: dict[_Request, Tensor] = {}
-        while slots:
-            for slot, hidden in self._advance(slots).items():
-                if not slot.missing:
-                    finished[by_slot[slot]] = hidden
-            slots = [slot for slot in slots if slot.missing]
-        ordered = sorted(finished, key=lambda request: request.order)
-        self._draw(ordered, torch.stack([finished[request] for request in ordered]))
-
-    def _advance(self, slots: Sequence[Slot]) -> dict[Slot, Tensor]:
-        before = sum(slot.missing for slot in slots)
-        hidden = self._runner.advance(slots)
-        self.tokens_prefilled += before - sum(slot.missing for slot in slots)
-        return hidden
-
-    def _decode(self) -> None:
-        """The next token of every active request, and those after it that are guessed rightly."""
-        requests = sorted(self._active, key=lambda request: request.slot.row_order)
-        self._active = []
-        most = min(self._draft_tokens, self._prefill_tokens // len(requests) - 1)
-        spans: list[tuple[Slot, int, int]] = []
-        for request in requests:
-            slot = request.slot
-            request.guess = self._drafts.guess(slot.ids, min(most, request.budget - len(request.token_ids) - 1))
-            slot.ids += request.guess
-            spans.append((slot, slot.cached, slot.missing))
-        hidden = self._runner.hidden(spans, every=True)
+    def _step(self) -> None:
+        """Run what the requests with slots miss, as much as goes at once, and draw for those that miss nothing then."""
+        decoding, prefilling = self._decoding, self._prefilling
+        self._guess(decoding)
+        plan = self._runner.plan([r.slot for r in decoding], [r.slot for r in prefilling])
+        requests = sorted((r for r in (*decoding, *prefilling) if r.slot in plan), key=lambda r: r.slot.row_order)
+        complete = [request for request in requests if plan[request.slot] == request.slot.missing]
+        wanted = {request.slot: len(request.guess) + 1 for request in complete}
+        hidden = self._runner.hidden([Span(r.slot, plan[r.slot], wanted.get(r.slot, 0)) for r in requests])
+        self.rows_decoded += sum(plan.get(request.slot, 0) for request in decoding)
+        self.tokens_prefilled += sum(plan.get(request.slot, 0) for request in prefilling)
         for request in requests:
             del request.slot.ids[len(request.slot.ids) - len(request.guess) :]
-        self.rows_decoded += len(hidden)
-        self._draw(requests, hidden)
+            if request.slot not in wanted:
+                request.slot.cached += plan[request.slot]
+        self._decoding = [request for request in decoding if request.slot not in plan]
+        self._prefilling = [request for request in prefilling if request.slot not in wanted]
+        if complete:
+            self._draw(complete, hidden)
+
+    def _guess(self, requests: list[_Request]) -> None:
+        """Append to each sequence what may come after its last token, to be run with it."""
+        most = min(self._draft_tokens, self._prefill_tokens // max(1, len(requests)) - 1)
+        for request in requests:
+            left = request.budget - len(request.token_ids) - 1
+            request.guess = self._drafts.guess(request.slot.ids, min(most, left))
+            request.slot.ids += request.guess
 
     def _draw(self, requests: list[_Request], hidden: Tensor) -> None:
         """Draw the next token of each request, and those after it as long as the one before was guessed.
@@ -382,7 +378,7 @@ class Sampler:
             slot.ids.append(token)
             if token != guessed:
                 break
-        self._active.append(request)
+        self._decoding.append(request)
 
     def _finish(self, request: _Request, reason: str) -> None:
         self._slots.release(request.slot)

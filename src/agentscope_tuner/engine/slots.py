@@ -55,6 +55,11 @@ class Slot:
         return len(self.ids) - self.cached
 
     @property
+    def prefilling(self) -> bool:
+        """Whether its prompt is being computed: of a sequence that is being continued, one token is missing."""
+        return self.busy and self.missing > 1
+
+    @property
     def row_order(self) -> tuple[str, int, int]:
         """Slots that share an adapter, and within it a trunk, are neighbours in this order."""
         return (self.adapter, self.trunk.number if self.trunk else 0, self.index)
@@ -98,18 +103,16 @@ class Slots:
             for trunk in unused[: len(self._trunks) - _MAX_TRUNKS]:
                 self._trunks.remove(trunk)
 
-    def nearest(
-        self, adapter: str, trunk: Trunk | None, own: list[int], episode_id: str, planned: set[int]
-    ) -> tuple[Slot | None, int]:
+    def nearest(self, adapter: str, trunk: Trunk | None, own: list[int], episode_id: str) -> tuple[Slot | None, int]:
         """The slot that has most of a sequence's beginning, and how many tokens that is.
 
-        Of slots in `planned`, what is about to be computed counts as well.
+        What is about to be computed counts as well.
         """
         best, overlap = None, 0
         for slot in self._by_head[adapter, tuple(own[:_HEAD_TOKENS])].values():
             if slot.trunk is trunk:
                 n = min(common_prefix(slot.ids, own), len(own) - 1)
-                if slot.index not in planned:
+                if not slot.prefilling:
                     n = min(n, slot.cached)
                 # Between equals, the episode's own slot: it can go on in place.
                 if (n, slot.episode_id == episode_id) > (overlap, False):
