@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -143,29 +144,38 @@ class KVCache:
             keys[target, :, :rows] = keys[source, :, :rows]
             values[target, :, :tokens] = values[source, :, :tokens]
 
-    def take(self, slot: int, tokens: int) -> list[tuple[Tensor, Tensor]]:
-        """Copies of a slot's first own tokens, per layer: values (K, P, d), and keys as they are kept."""
+    def take(self, slot: int, tokens: int) -> Prefix:
+        """A copy of a slot's first own tokens."""
         rows = self._key_rows(tokens)
-        return [
+        layers = [
             (keys[slot, :, :rows].clone(), values[slot, :, :tokens].clone())
             for keys, values in zip(self.keys, self.values, strict=True)
         ]
+        places = [(keys.data_ptr(), values.data_ptr(), tokens) for keys, values in layers]
+        return Prefix(layers, torch.tensor(places))
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """Keys and values of P tokens that sequences begin with, apart from the cache."""
+
+    layers: list[tuple[Tensor, Tensor]]
+    """Keys as the cache keeps them, and values (K, P, d)."""
+    places: Tensor
+    """(layers, 3) addresses of keys and values, and P."""
 
 
 class RowLayout:
     """New tokens, a row for each, against the cached past of their sequences. Needs compiled kernels."""
 
-    def __init__(
-        self, cache: KVCache, slots: Tensor, own: Tensor, trunks: Sequence[tuple[int, list[tuple[Tensor, Tensor]]]],
-        trunk_of: Tensor,
-    ) -> None:  # fmt: skip
+    def __init__(self, cache: KVCache, slots: Tensor, own: Tensor, trunks: Sequence[Prefix], trunk_of: Tensor) -> None:
         """Say where the rows' tokens are.
 
         Args:
             cache: holds the sequences.
             slots: (B,) of each row; rows of one slot are neighbours.
             own: (B,) the place of each row's token in its slot.
-            trunks: their tokens, and what `KVCache.take` gave for them.
+            trunks: what sequences begin with.
             trunk_of: (B,) the trunk that each row's sequence begins with, or -1.
         """
         assert cache.kernels is not None
@@ -175,13 +185,9 @@ class RowLayout:
         self.own = own
         self.lengths = own + 1
         self.trunk_of = trunk_of
-        self._trunks = trunks
-        # Addresses of every layer's keys and values.
-        places = [
-            [(keys.data_ptr(), values.data_ptr(), tokens) for tokens, kept in trunks for keys, values in [kept[layer]]]
-            for layer in range(len(cache.keys))
-        ]
-        self.trunks = torch.tensor(places).view(len(places), -1, 3)
+        self._trunks = trunks  # they are read by address
+        places = [trunk.places for trunk in trunks] or [torch.empty(len(cache.keys), 3, dtype=torch.int64)]
+        self.trunks = torch.stack(places, 1)
 
     def rows(self, rows: slice) -> RowLayout:
         """Some of the rows."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from agentscope_tuner.algorithms.distributions import draw_tokens
 from agentscope_tuner.config import EngineConfig
-from agentscope_tuner.engine.attention import KVCache, RowLayout, SlotGroup, SlotLayout
+from agentscope_tuner.engine.attention import KVCache, Prefix, RowLayout, SlotGroup, SlotLayout
 from agentscope_tuner.engine.decoder import Decoder, cache_shape, choose_decoder, kernels_for
 from agentscope_tuner.engine.models import LoadedModel
 from agentscope_tuner.engine.slots import Slot
@@ -121,7 +121,7 @@ class ModelRunner:
         trunk_of: list[int] = []
         speakers: list[tuple[str, int]] = []
         numbers: dict[int, int] = {}
-        trunks: list[tuple[int, list[tuple[Tensor, Tensor]]]] = []
+        trunks: list[Prefix] = []
         wanted: list[int] = []
         for slot, n, last in spans:
             start = slot.cached
@@ -129,7 +129,7 @@ class ModelRunner:
             if slot.trunk is not None:
                 offset, number = len(slot.trunk.ids), numbers.setdefault(id(slot.trunk), len(trunks))
                 if number == len(trunks):
-                    trunks.append((offset, slot.trunk.cache))
+                    trunks.append(slot.trunk.cache)
             ids += slot.ids[start : start + n]
             slots += [slot.index] * n
             own += range(start, start + n)
@@ -162,7 +162,7 @@ class ModelRunner:
             starts = [span.slot.cached for span in members]
             counts = [span.tokens for span in members]
             groups.append(
-                SlotGroup(first.trunk.cache if first.trunk else None, indices, starts, counts, width, self.cache)
+                SlotGroup(first.trunk.cache.layers if first.trunk else None, indices, starts, counts, width, self.cache)
             )
             offset = len(first.trunk.ids) if first.trunk else 0
             positions.extend(offset + start for start in starts)

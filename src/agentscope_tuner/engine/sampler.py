@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -31,6 +31,8 @@ _TRUNK_USERS = 4
 """... and made when at least this many waiting prompts begin with it."""
 _BUNCH = 3
 """Waiting requests begin once they are at least this fraction (one over it) of the active ones."""
+_UNIFORMS = 32
+"""Random numbers that are taken at once."""
 _PATIENCE_SLICE_S = 0.01
 
 
@@ -48,7 +50,7 @@ class _Request:
     rng: np.random.Generator
     slot: Slot
     uniforms: list[float] = field(default_factory=list)
-    """Random numbers already taken from `rng`, for tokens that were not drawn yet."""
+    """Random numbers of its tokens, the first ones of `rng`."""
     guess: list[int] = field(default_factory=list)
     """What may come after the last token."""
     token_ids: list[int] = field(default_factory=list)
@@ -348,25 +350,26 @@ class Sampler:
         params: list[SamplingParams] = []
         uniforms: list[float] = []
         for request in requests:
-            rows = len(request.guess) + 1
-            params += [request.params] * rows
+            first, rows = len(request.token_ids), len(request.guess) + 1
+            if len(request.uniforms) < first + rows:
+                request.uniforms += request.rng.random(max(rows, _UNIFORMS)).tolist()
             # A token has its random number, whether it is drawn now or was guessed wrongly and is drawn later.
-            while len(request.uniforms) < rows:
-                request.uniforms.append(request.rng.random())
-            uniforms += request.uniforms[:rows]
-        tokens, logprobs = self._runner.draw(hidden, params, uniforms)
-        drawn = zip(tokens.tolist(), logprobs.tolist(), strict=True)
+            uniforms += request.uniforms[first : first + rows]
+            params += [request.params] * rows
+        tokens, logprobs = (drawn.tolist() for drawn in self._runner.draw(hidden, params, uniforms))
+        first = 0
         for request in requests:
-            self._accept(request, list(itertools.islice(drawn, len(request.guess) + 1)))
+            end = first + len(request.guess) + 1
+            self._accept(request, tokens[first:end], logprobs[first:end])
+            first = end
 
-    def _accept(self, request: _Request, drawn: Sequence[tuple[int, float]]) -> None:
-        """Take drawn (token, log-probability) pairs: the first, and each whose predecessor was guessed."""
+    def _accept(self, request: _Request, tokens: list[int], logprobs: list[float]) -> None:
+        """Take what was drawn: the first token, and each whose predecessor was guessed."""
         slot, guess = request.slot, request.guess
         request.guess = []
-        for (token, logprob), guessed in zip(drawn, [*guess, None], strict=True):
+        for token, logprob, guessed in zip(tokens, logprobs, (*guess, None), strict=True):
             # Everything before a token was run to draw it.
             slot.cached = len(slot.ids)
-            del request.uniforms[0]
             request.token_ids.append(token)
             request.logprobs.append(logprob)
             if request.on_token is not None:

@@ -11,9 +11,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from torch import Tensor
-
 from agentscope_tuner.algorithms.packing import common_prefix
+from agentscope_tuner.engine.attention import Prefix
 
 _MAX_TRUNKS = 32
 _HEAD_TOKENS = 16
@@ -26,8 +25,7 @@ class Trunk:
 
     adapter: str
     ids: list[int]
-    cache: list[tuple[Tensor, Tensor]]
-    """Keys and values of each layer (K, P, d)."""
+    cache: Prefix
     number: int
     """Later ones have higher ones."""
     last_used: int = 0
@@ -90,7 +88,7 @@ class Slots:
                 best = trunk
         return best
 
-    def add_trunk(self, adapter: str, ids: list[int], cache: list[tuple[Tensor, Tensor]]) -> None:
+    def add_trunk(self, adapter: str, ids: list[int], cache: Prefix) -> None:
         """Keep a prefix."""
         now = next(self._clock)
         self._trunks.append(Trunk(adapter, ids, cache, now, now))
