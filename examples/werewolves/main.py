@@ -40,9 +40,13 @@ def settings_for(train: str) -> list[str]:
         f"workflow.trainable_targets=[{WEREWOLF},{village}]",
         "roles.adapters=per_role",
         f"roles.opponent_pool.teams=[[{WEREWOLF}],[{village}]]",
+        # Most games are against what the other side was at first, or after ten steps.
+        "roles.opponent_pool.probability=0.8",
+        "roles.opponent_pool.interval_steps=10",
         "model.lora.rank=16",
         # Adapters start at zero and are few weights, so they take longer steps.
         "algorithm.learning_rate=2e-3",
+        "train_dataset.total_steps=20",
     ]
 
 

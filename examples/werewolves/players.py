@@ -52,7 +52,7 @@ class View:
     @property
     def living(self) -> list[str]:
         """Who may be chosen: everybody else who lives, or less."""
-        return _PLAYER.findall(self.request.partition(": ")[2])
+        return _PLAYER.findall(self.request.partition(": ")[2].partition(".")[0])
 
     @property
     def prey(self) -> list[str]:

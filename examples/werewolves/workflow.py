@@ -196,7 +196,8 @@ class Table:
 
     async def ask(self, name: str, text: str, model: type[Choice], allowed: Sequence[str]) -> str | None:
         """The player chosen; None where the answer is `nobody`, or where it is none and the action is lost."""
-        answer = await self.request(name, _choice(text, allowed), model)
+        # Whoever is asked is named last, so that nobody has to look up who it is.
+        answer = await self.request(name, f"{_choice(text, allowed)}. {name}?", model)
         chosen = named(answer.get("name"), [*allowed, NOBODY])
         if chosen is None:
             self.count_invalid(self.game.roles[name])

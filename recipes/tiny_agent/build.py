@@ -1,4 +1,4 @@
-"""Builds tiny-agent: `python recipes/tiny_agent/build.py` (some 25 minutes on two cores).
+"""Builds tiny-agent: `python recipes/tiny_agent/build.py` (some 30 minutes on two cores).
 
 1. Scripted experts drive the real agents through the real recording; a byte-level BPE tokenizer is trained on what
    was said.
@@ -220,7 +220,7 @@ def build(
     out: Annotated[Path, typer.Option(help="Where the model goes.")] = ASSETS,
     seed: Annotated[int, typer.Option(help="Of weights, transcripts and order.")] = 0,
     clean_steps: Annotated[int, typer.Option(help="Optimizer steps on clean transcripts.")] = 600,
-    careless_steps: Annotated[int, typer.Option(help="Optimizer steps on careless transcripts.")] = 200,
+    careless_steps: Annotated[int, typer.Option(help="Optimizer steps on careless transcripts.")] = 400,
     episodes: Annotated[int, typer.Option(help="Math episodes per stage.")] = 6000,
     games: Annotated[int, typer.Option(help="Games of Werewolves per stage, for either side.")] = 500,
 ) -> None:
