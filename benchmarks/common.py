@@ -7,12 +7,14 @@ machine is quiet; while it runs, the processor time that others take is counted,
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import platform
 import random
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -38,6 +40,7 @@ SIZES = {
 """Models of 2, 57 and 494 million parameters; the last has the shape of Qwen2.5-0.5B."""
 TASKS, GROUP, NEW_TOKENS = 16, 8, 48
 """A batch: so many prompts, completions of each, and tokens of each completion."""
+_WORDS = "the agent says that one apple and two trees are not three players who vote for number seven at night".split()
 _FOREIGN = 0.15
 
 
@@ -71,6 +74,9 @@ def load(size: str, dtype: str, context: int, **engine: Any) -> tuple[LoadedMode
     settings = EngineConfig(dtype=dtype, **engine)
     loaded = load_model(TunerModelConfig(model_path=str(random_model(size)), max_model_len=context), settings)
     loaded.end_of_turn_ids = frozenset()
+    # As the backend does: what is loaded stays, so collecting garbage need not look at it again.
+    gc.collect()
+    gc.freeze()
     return loaded, settings
 
 
@@ -78,6 +84,20 @@ def random_prompts(count: int = TASKS, low: int = 64, high: int = 128, seed: int
     """Prompts of random tokens, of `low` to `high` tokens each."""
     rng = random.Random(seed)
     return [[rng.randrange(3, 1000) for _ in range(rng.randint(low, high))] for _ in range(count)]
+
+
+def text_prompts(count: int = TASKS, low: int = 64, high: int = 128, seed: int = 0) -> list[tuple[list[int], str]]:
+    """Prompts of `low` to `high` tokens with their texts, which encode to them again."""
+    tokenizer = AutoTokenizer.from_pretrained(model_directory("tiny-agent"))
+    rng = random.Random(seed)
+    prompts = []
+    for _ in range(count):
+        length, words = rng.randint(low, high), [rng.choice(_WORDS)]
+        while len(tokenizer.encode(" ".join(words), add_special_tokens=False)) < length:
+            words.append(rng.choice(_WORDS))
+        text = " ".join(words)
+        prompts.append((tokenizer.encode(text, add_special_tokens=False), text))
+    return prompts
 
 
 @torch.inference_mode()
@@ -167,6 +187,33 @@ def compare(sides: Mapping[str, Callable[[], object]], rounds: int = 5) -> Times
             seconds[name], foreign = watch.seconds, max(foreign, watch.foreign)
         (disturbed if foreign > _FOREIGN else clean).append(seconds)
     return Times(clean if len(clean) >= 3 else clean + disturbed, len(disturbed))
+
+
+class Stopwatch:
+    """Seconds spent in some methods of this process."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._originals: list[tuple[Any, str, Any]] = []
+
+    def time(self, owner: Any, method: str, part: str) -> None:
+        """Count calls of a method of a class or an object as part of something."""
+        original = getattr(owner, method)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            begun = time.perf_counter()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self.seconds[part] += time.perf_counter() - begun
+
+        self._originals.append((owner, method, original))
+        setattr(owner, method, timed)
+
+    def stop(self) -> None:
+        """Count no more."""
+        for owner, method, original in self._originals:
+            setattr(owner, method, original)
 
 
 @cache

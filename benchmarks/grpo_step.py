@@ -1,0 +1,187 @@
+"""A whole GRPO step, against TRL's: `python benchmarks/grpo_step.py [--size S --size M] [--rounds 5]`.
+
+The work is one step on 16 prompts of 64 to 128 tokens with 8 completions of 48 tokens each: sampling, the gradient of
+the whole batch, and AdamW's update. Both sides have the same prompts, token for token, and every completion has its
+full length. Rewards cost nothing. TRL's trainer runs on a thread of its own, and stops between two steps.
+
+Peak memory is that of a process that does nothing but three steps of one side, less what it had with the libraries
+imported and nothing loaded. Before anything is timed, our gradient is compared with that of transformers' forward pass
+over every completion by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import subprocess
+import sys
+import tempfile
+import threading
+from typing import Annotated, Any
+
+import torch
+import typer
+from common import GROUP, NEW_TOKENS, TASKS, compare, load, random_model, text_prompts, write_results
+from datasets import Dataset
+from rollout import complete
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+from agentscope_tuner.algorithms import Datum
+from agentscope_tuner.config import AlgorithmConfig
+from agentscope_tuner.engine.learner import Learner
+from agentscope_tuner.engine.sampler import Sampler
+from agentscope_tuner.types import ModelCall
+
+CONTEXT = 256
+
+
+class Ours:
+    """The sampler and the learner of the local backend."""
+
+    def __init__(self, size: str, dtype: str) -> None:
+        self.loaded, settings = load(size, dtype, CONTEXT)
+        self.sampler = Sampler(self.loaded, settings)
+        self.learner = Learner(self.loaded, AlgorithmConfig(learning_rate=1e-6), settings, NEW_TOKENS)
+        self.prompts = [ids for ids, _ in text_prompts() for _ in range(GROUP)]
+        self.steps = 0
+
+    def __call__(self) -> None:
+        """One step."""
+        self.learner.train([self.rollout()])
+        self.steps += 1
+        self.sampler.weights_changed(self.steps)
+
+    def rollout(self) -> list[Datum]:
+        """A batch, half of it good."""
+        samples = asyncio.run(complete(self.sampler, [(ids, NEW_TOKENS) for ids in self.prompts]))
+        weight = 1 / (len(samples) * NEW_TOKENS)
+        return [
+            Datum(
+                ModelCall(
+                    "solver", [], None, ids, sample.token_ids, sample.logprobs, 1.0, 1.0, 0, "length", "", self.steps
+                ),
+                (-1.0) ** i,
+                weight,
+                i,
+            )
+            for i, (ids, sample) in enumerate(zip(self.prompts, samples, strict=True))
+        ]
+
+
+class Theirs:
+    """TRL's trainer, step by step."""
+
+    def __init__(self, size: str, dtype: str, steps: int) -> None:
+        directory = str(random_model(size))
+        settings = GRPOConfig(
+            output_dir=tempfile.mkdtemp(), per_device_train_batch_size=TASKS * GROUP, num_generations=GROUP,
+            max_completion_length=NEW_TOKENS, temperature=1.0, max_steps=steps, use_cpu=True, report_to="none",
+            save_strategy="no", learning_rate=1e-6, bf16=dtype == "bfloat16", gradient_checkpointing=False, beta=0.0,
+            generation_kwargs={"min_new_tokens": NEW_TOKENS}, disable_tqdm=True, dataloader_pin_memory=False,
+            shuffle_dataset=False, logging_strategy="no",
+        )  # fmt: skip
+        self.trainer = GRPOTrainer(
+            model=AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32),
+            reward_funcs=lambda completions, **_: [float(len(text) % 7) for text in completions],
+            args=settings,
+            train_dataset=Dataset.from_dict({"prompt": [text for _, text in text_prompts()] * steps}),
+            processing_class=AutoTokenizer.from_pretrained(directory),
+        )
+        self.go, self.done = threading.Semaphore(0), threading.Semaphore(0)
+        gate = self
+
+        class Gate(TrainerCallback):
+            def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+                gate.go.acquire()
+
+            def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+                gate.done.release()
+
+        self.trainer.add_callback(Gate())
+        threading.Thread(target=self.trainer.train, daemon=True).start()
+
+    def __call__(self) -> None:
+        """One step."""
+        self.go.release()
+        self.done.acquire()
+
+
+def gradient_error(size: str) -> float:
+    """Of our gradient in float32, relative, against transformers' over one completion at a time."""
+    ours = Ours(size, "float32")
+    datums = ours.rollout()[: 2 * GROUP]
+    ours.learner.optimizer.zero_grad()
+    ours.learner.accumulate(datums)
+    reference = AutoModelForCausalLM.from_pretrained(random_model(size), dtype=torch.float32)
+    for datum in datums:
+        call = datum.call
+        ids = torch.tensor([call.prompt_ids + call.completion_ids])
+        logits = reference(ids).logits[0, len(call.prompt_ids) - 1 : -1]
+        logprobs = torch.log_softmax(logits, -1).gather(1, ids[0, len(call.prompt_ids) :, None])
+        (-(logprobs.sum() * datum.advantage * datum.weight)).backward()
+    expected = dict(reference.named_parameters())
+    off = total = 0.0
+    for name, parameter in ours.loaded.trainable_parameters().items():
+        off += float((parameter.grad - expected[name].grad).square().sum())
+        total += float(expected[name].grad.square().sum())
+    return float((off / total) ** 0.5)
+
+
+def peak_memory(side: str, size: str, dtype: str) -> float:
+    """GB that three steps of one side take, in a process of their own."""
+    command = [sys.executable, __file__, "--size", size, "--dtype", dtype, "--only", side]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    return float(done.stdout.split()[-1])
+
+
+def resident() -> float:
+    """GB that this process has held at most."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+
+
+def measure(size: str, dtype: str, rounds: int) -> dict[str, Any]:
+    """A row of the table."""
+    error = gradient_error(size)
+    if error > 1e-5:
+        raise SystemExit(f"{size}: gradients differ by {error:.2g}")
+    # The trainer needs to know how many steps there will be: the warm-up, and at most twice the rounds.
+    times = compare({"ours": Ours(size, dtype), "TRL": Theirs(size, dtype, 2 * rounds + 1)}, rounds)
+    return {
+        "model": size,
+        "dtype": dtype,
+        "ours, s": times.seconds("ours"),
+        "TRL, s": times.seconds("TRL"),
+        "TRL / ours": times.ratio("TRL", "ours"),
+        "ours, GB": peak_memory("ours", size, dtype),
+        "TRL, GB": peak_memory("TRL", size, dtype),
+        "gradient error": error,
+        "rounds": len(times.rounds),
+    }
+
+
+def main(
+    size: Annotated[list[str] | None, typer.Option(help="S, M or L; several may be given.")] = None,
+    dtype: Annotated[list[str] | None, typer.Option(help="float32 or bfloat16.")] = None,
+    rounds: Annotated[int, typer.Option(help="Measured rounds.")] = 5,
+    only: Annotated[str | None, typer.Option(help="Three steps of this side, and its peak memory in GB.")] = None,
+) -> None:
+    """Measure, print and keep."""
+    sizes, dtypes = size or ["S", "M"], dtype or ["float32", "bfloat16"]
+    if only is not None:
+        before = resident()
+        step = Ours(sizes[0], dtypes[0]) if only == "ours" else Theirs(sizes[0], dtypes[0], 3)
+        for _ in range(3):
+            step()
+        print(resident() - before)
+        return
+    rows = []
+    for one in sizes:
+        for precision in dtypes:
+            rows.append(measure(one, precision, rounds))
+            print(rows[-1], flush=True)
+    write_results("grpo_step", rows)
+
+
+if __name__ == "__main__":
+    typer.run(main)
