@@ -204,11 +204,12 @@ def test_limits_of_length(tiny_model_dir: Path) -> None:
     assert len(sample.token_ids) <= 10
 
 
-def test_long_prompts_are_computed_in_pieces(tiny_model_dir: Path) -> None:
+@pytest.mark.parametrize("fast", [True, False])
+def test_long_prompts_are_computed_in_pieces(tiny_model_dir: Path, fast: bool) -> None:
     loaded = load(tiny_model_dir)
     prompts = [[7 + i % 50 for i in range(n)] for n in (300, 260, 17)]
     whole = greedy(start(loaded), prompts)
-    pieces = greedy(start(loaded, prefill_tokens=16), prompts)
+    pieces = greedy(start(loaded, prefill_tokens=16, fast_decoder=fast), prompts)
     assert [sample.token_ids for sample in pieces] == [sample.token_ids for sample in whole]
 
 

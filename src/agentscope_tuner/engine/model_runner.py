@@ -83,6 +83,7 @@ class ModelRunner:
         return plan
 
     def _alike(self, slots: Sequence[Slot]) -> dict[Slot, int]:
+        """The shortest, and those that need not be padded much to go with them."""
         room = self._prefill_tokens
         rows: dict[Slot, int] = {}
         # Rows of similar length go together; long ones are cut.

@@ -86,7 +86,7 @@ class Sampler:
         """Open episodes that are between two calls."""
         self._quiet = asyncio.Event()
         self._pending: set[_Request] = set()
-        """Everybody who awaits a completion: of them in one of the next three, or being computed."""
+        """Everybody who awaits a completion: in one of the next three lists, or being computed."""
         self._waiting: list[_Request] = []
         self._prefilling: list[_Request] = []
         """Those with a slot, of whose prompts something is not computed."""
