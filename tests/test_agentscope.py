@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 from collections.abc import Awaitable, Callable, Iterator
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Dict  # noqa: UP035  # AgentScope's examples write `Dict`
@@ -42,7 +41,6 @@ from agentscope_tuner import (
     TuneResult,
     TunerModelConfig,
     WorkflowOutput,
-    agentscope_face,
     tune,
 )
 from agentscope_tuner.chat import ChatRenderer, write_reply
@@ -834,50 +832,6 @@ def test_agents_are_silent_inside_and_the_switch_is_put_back(
     assert inside == ["true"]
     assert os.environ.get(SWITCH) == before
     assert capsys.readouterr().out == ""
-
-
-def test_tools_are_read_once_and_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Shop:
-        def price(self, item: str, amount: int = 1) -> ToolResponse:
-            """What something costs.
-
-            Args:
-                item (str): What it is.
-                amount (int): How many.
-            """
-
-    def price(item: str, discount: float = 0.1) -> ToolResponse:
-        """What something costs."""
-
-    def made_anew(most: int) -> Callable[..., ToolResponse]:
-        def reserve(amount: int = most) -> ToolResponse:
-            """Put something aside."""
-
-        return reserve
-
-    def schemas() -> list[Any]:
-        toolkit = Toolkit()
-        toolkit.register_tool_function(Shop().price)
-        toolkit.register_tool_function(price, func_name="again", preset_kwargs={"discount": 0.2})
-        toolkit.register_tool_function(price, func_name="whole")
-        toolkit.register_tool_function(partial(price, discount=0.3), func_name="part")
-        for most in (3, 4):
-            toolkit.register_tool_function(made_anew(most), func_name=f"reserve{most}")
-        return toolkit.get_json_schemas()
-
-    expected, original = schemas(), agentscope_face._read_tool
-    read: list[Any] = []
-
-    def counted(tool: Any, *args: Any, **options: Any) -> dict[str, Any]:
-        read.append(tool)
-        return original(tool, *args, **options)
-
-    monkeypatch.setattr(agentscope_face, "_read_tool", counted)
-    with agentscope_face.remembered_tools():
-        assert [schemas() for _ in range(3)] == [expected] * 3
-        assert len(read) == 2 + 3 * 2  # functions that are made anew are read anew
-        price.__doc__ = "What something costs today."
-        assert [schema["function"]["description"] for schema in schemas()][1:4] == [price.__doc__] * 3
 
 
 def test_agents_outside_speak_as_ever(

@@ -8,21 +8,15 @@ import os
 import time
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
-from copy import deepcopy
-from types import FunctionType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from agentscope.message import TextBlock, ThinkingBlock, ToolUseBlock
 from agentscope.model import ChatModelBase, ChatResponse
 from agentscope.model._model_usage import ChatUsage  # exported nowhere else in 1.0
-from agentscope.tool import _toolkit
 from pydantic import BaseModel, ValidationError
 
 from agentscope_tuner.chat import TOOL_CALL_OPEN, Reply, parse_reply, settled_text
 from agentscope_tuner.recorder import Completion, Recorder
-
-_read_tool = _toolkit._parse_tool_function  # type: ignore[attr-defined]
 
 
 class RoleModel(ChatModelBase):
@@ -179,33 +173,6 @@ def quiet_agents() -> Iterator[None]:
             del os.environ[switch]
         else:
             os.environ[switch] = before
-
-
-@contextmanager
-def remembered_tools() -> Iterator[None]:
-    """A function that is registered as a tool inside is read once.
-
-    AgentScope builds a pydantic model from its signature and docstring whenever an agent or a toolkit is made, which
-    takes as long as several model calls.
-    """
-    known: WeakKeyDictionary[Any, dict[Any, tuple[tuple[Any, ...], dict[str, Any]]]] = WeakKeyDictionary()
-
-    def remember(tool_func: Any, *args: Any, **options: Any) -> dict[str, Any]:
-        function = getattr(tool_func, "__func__", tool_func)
-        if not isinstance(function, FunctionType):
-            return _read_tool(tool_func, *args, **options)
-        how = (function is tool_func, args, *sorted(options.items()))
-        facts = (function.__doc__, function.__defaults__, function.__kwdefaults__, function.__annotations__)
-        before = known.setdefault(function, {}).get(how)
-        if before is None or any(new is not old for new, old in zip(facts, before[0], strict=True)):
-            before = known[function][how] = facts, _read_tool(tool_func, *args, **options)
-        return deepcopy(before[1])
-
-    _toolkit._parse_tool_function = remember  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        _toolkit._parse_tool_function = _read_tool  # type: ignore[attr-defined]
 
 
 def respond(

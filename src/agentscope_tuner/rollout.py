@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from agentscope_tuner.agentscope_face import quiet_agents, remembered_tools
+from agentscope_tuner.agentscope_face import quiet_agents
 from agentscope_tuner.config import BranchingConfig, WorkflowConfig
 from agentscope_tuner.endpoint import EndpointServer
 from agentscope_tuner.errors import (
@@ -129,7 +129,7 @@ class Rollout:
             return episode
 
         try:
-            with quiet_agents(), remembered_tools():
+            with quiet_agents():
                 async with asyncio.TaskGroup() as group:
                     running = [
                         [group.create_task(one(task, index, member)) for member in range(group_size)]
