@@ -132,7 +132,8 @@ def peak_memory(side: str, size: str, dtype: str) -> float:
     """GB that three steps of one side take, in a process of their own."""
     command = [sys.executable, __file__, "--size", size, "--dtype", dtype, "--only", side]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
-    return float(done.stdout.split()[-1])
+    (figure,) = [line for line in done.stdout.splitlines() if line.startswith("peak ")]  # TRL prints, too
+    return float(figure.removeprefix("peak "))
 
 
 def resident() -> float:
@@ -173,7 +174,7 @@ def main(
         step = Ours(sizes[0], dtypes[0]) if only == "ours" else Theirs(sizes[0], dtypes[0], 3)
         for _ in range(3):
             step()
-        print(resident() - before)
+        print(f"\npeak {resident() - before}", flush=True)
         return
     rows = []
     for one in sizes:
