@@ -12,10 +12,11 @@ import json
 import os
 import platform
 import random
+import resource
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -24,8 +25,10 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
+from agentscope_tuner.algorithms import Datum
 from agentscope_tuner.config import EngineConfig, TunerModelConfig
 from agentscope_tuner.engine.models import LoadedModel, load_model, model_directory
+from agentscope_tuner.types import ModelCall
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs" / "performance"
@@ -98,6 +101,23 @@ def text_prompts(count: int = TASKS, low: int = 64, high: int = 128, seed: int =
         text = " ".join(words)
         prompts.append((tokenizer.encode(text, add_special_tokens=False), text))
     return prompts
+
+
+def make_call(prompt_ids: list[int], token_ids: list[int], logprobs: list[float]) -> ModelCall:
+    """A call as the recorder keeps it, drawn at temperature 1."""
+    return ModelCall("solver", [], None, prompt_ids, token_ids, logprobs, 1.0, 1.0, 0, "length", "", 0)
+
+
+def half_good(calls: Sequence[ModelCall]) -> list[Datum]:
+    """What is learned from calls of which every second one was good; each token counts the same."""
+    weight = 1 / sum(len(call.completion_ids) for call in calls)
+    return [Datum(call, (-1.0) ** i, weight, i) for i, call in enumerate(calls)]
+
+
+def relative_error(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> float:
+    """Norm of the difference over the norm of `expected`, all tensors together."""
+    off = sum(float((found[name] - expected[name]).square().sum()) for name in found)
+    return float((off / sum(float(expected[name].square().sum()) for name in found)) ** 0.5)
 
 
 @torch.inference_mode()
@@ -189,6 +209,11 @@ def compare(sides: Mapping[str, Callable[[], object]], rounds: int = 5) -> Times
     return Times(clean if len(clean) >= 3 else clean + disturbed, len(disturbed))
 
 
+def peak_memory() -> float:
+    """GB that this process has held at most."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+
+
 class Stopwatch:
     """Seconds spent in some methods of this process."""
 
@@ -248,8 +273,12 @@ def machine() -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------------- results
 
 
-def write_results(name: str, rows: list[dict[str, Any]]) -> None:
-    """Keep figures as JSON, and print them as a Markdown table."""
+def write_results(name: str, measured: Iterable[dict[str, Any]]) -> None:
+    """Print rows as they are measured; keep them as JSON, and print a Markdown table."""
+    rows = []
+    for row in measured:
+        rows.append(row)
+        print(row, flush=True)
     RESULTS.mkdir(parents=True, exist_ok=True)
     content = {"machine": machine(), "rows": rows}
     (RESULTS / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")

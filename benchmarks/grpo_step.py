@@ -12,16 +12,29 @@ over every completion by itself.
 from __future__ import annotations
 
 import asyncio
-import resource
 import subprocess
 import sys
 import tempfile
 import threading
+from itertools import product
 from typing import Annotated, Any
 
 import torch
 import typer
-from common import GROUP, NEW_TOKENS, TASKS, compare, load, random_model, text_prompts, write_results
+from common import (
+    GROUP,
+    NEW_TOKENS,
+    TASKS,
+    compare,
+    half_good,
+    load,
+    make_call,
+    peak_memory,
+    random_model,
+    relative_error,
+    text_prompts,
+    write_results,
+)
 from datasets import Dataset
 from rollout import complete
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -31,7 +44,6 @@ from agentscope_tuner.algorithms import Datum
 from agentscope_tuner.config import AlgorithmConfig
 from agentscope_tuner.engine.learner import Learner
 from agentscope_tuner.engine.sampler import Sampler
-from agentscope_tuner.types import ModelCall
 
 CONTEXT = 256
 
@@ -55,18 +67,8 @@ class Ours:
     def rollout(self) -> list[Datum]:
         """A batch, half of it good."""
         samples = asyncio.run(complete(self.sampler, [(ids, NEW_TOKENS) for ids in self.prompts]))
-        weight = 1 / (len(samples) * NEW_TOKENS)
-        return [
-            Datum(
-                ModelCall(
-                    "solver", [], None, ids, sample.token_ids, sample.logprobs, 1.0, 1.0, 0, "length", "", self.steps
-                ),
-                (-1.0) ** i,
-                weight,
-                i,
-            )
-            for i, (ids, sample) in enumerate(zip(self.prompts, samples, strict=True))
-        ]
+        drawn = zip(self.prompts, samples, strict=True)
+        return half_good([make_call(ids, sample.token_ids, sample.logprobs) for ids, sample in drawn])
 
 
 class Theirs:
@@ -120,25 +122,16 @@ def gradient_error(size: str) -> float:
         logits = reference(ids).logits[0, len(call.prompt_ids) - 1 : -1]
         logprobs = torch.log_softmax(logits, -1).gather(1, ids[0, len(call.prompt_ids) :, None])
         (-(logprobs.sum() * datum.advantage * datum.weight)).backward()
-    expected = dict(reference.named_parameters())
-    off = total = 0.0
-    for name, parameter in ours.loaded.trainable_parameters().items():
-        off += float((parameter.grad - expected[name].grad).square().sum())
-        total += float(expected[name].grad.square().sum())
-    return float((off / total) ** 0.5)
+    found = {name: p.grad for name, p in ours.loaded.trainable_parameters().items()}
+    return relative_error(found, {name: p.grad for name, p in reference.named_parameters()})
 
 
-def peak_memory(side: str, size: str, dtype: str) -> float:
+def peak_memory_of(side: str, size: str, dtype: str) -> float:
     """GB that three steps of one side take, in a process of their own."""
     command = [sys.executable, __file__, "--size", size, "--dtype", dtype, "--only", side]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     (figure,) = [line for line in done.stdout.splitlines() if line.startswith("peak ")]  # TRL prints, too
     return float(figure.removeprefix("peak "))
-
-
-def resident() -> float:
-    """GB that this process has held at most."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
 
 
 def measure(size: str, dtype: str, rounds: int) -> dict[str, Any]:
@@ -154,8 +147,8 @@ def measure(size: str, dtype: str, rounds: int) -> dict[str, Any]:
         "ours, s": times.seconds("ours"),
         "TRL, s": times.seconds("TRL"),
         "TRL / ours": times.ratio("TRL", "ours"),
-        "ours, GB": peak_memory("ours", size, dtype),
-        "TRL, GB": peak_memory("TRL", size, dtype),
+        "ours, GB": peak_memory_of("ours", size, dtype),
+        "TRL, GB": peak_memory_of("TRL", size, dtype),
         "gradient error": error,
         "rounds": len(times.rounds),
     }
@@ -170,18 +163,13 @@ def main(
     """Measure, print and keep."""
     sizes, dtypes = size or ["S", "M"], dtype or ["float32", "bfloat16"]
     if only is not None:
-        before = resident()
+        before = peak_memory()
         step = Ours(sizes[0], dtypes[0]) if only == "ours" else Theirs(sizes[0], dtypes[0], 3)
         for _ in range(3):
             step()
-        print(f"\npeak {resident() - before}", flush=True)
+        print(f"\npeak {peak_memory() - before}", flush=True)
         return
-    rows = []
-    for one in sizes:
-        for precision in dtypes:
-            rows.append(measure(one, precision, rounds))
-            print(rows[-1], flush=True)
-    write_results("grpo_step", rows)
+    write_results("grpo_step", (measure(one, precision, rounds) for one, precision in product(sizes, dtypes)))
 
 
 if __name__ == "__main__":

@@ -17,11 +17,11 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import count
+from itertools import count, product
 from typing import Annotated, Any
 
 import typer
-from common import GROUP, compare, load, write_results
+from common import GROUP, compare, half_good, load, make_call, relative_error, write_results
 
 from agentscope_tuner.algorithms import Datum
 from agentscope_tuner.algorithms.packing import pack
@@ -48,7 +48,7 @@ def make_calls(turns: int, history: str) -> list[list[ModelCall]]:
             prompt, calls = start, []
             for _ in range(turns):
                 thought, answer = tokens(THOUGHT), tokens(ANSWER)
-                calls.append(ModelCall("solver", [], None, prompt, thought + answer, [], 1.0, 1.0, 0, "length", "", 0))
+                calls.append(make_call(prompt, thought + answer, []))
                 kept = thought + answer if history == "append-only" else answer
                 prompt = prompt + kept + tokens(OBSERVATION)
             episodes.append(calls)
@@ -66,13 +66,8 @@ def keep_apart(groups: Sequence[Sequence[ModelCall]]) -> list[ModelCall]:
 
 def to_datums(learner: Learner, calls: list[ModelCall]) -> list[Datum]:
     """With the log-probabilities of the model as it is."""
-    known = [replace(call, logprobs=[0.0] * len(call.completion_ids)) for call in calls]
-    logprobs = learner.logprobs(known)
-    tokens = sum(len(call.completion_ids) for call in calls)
-    return [
-        Datum(replace(call, logprobs=values.tolist()), (-1.0) ** i, 1 / tokens, i)
-        for i, (call, values) in enumerate(zip(calls, logprobs, strict=True))
-    ]
+    known = learner.logprobs([replace(call, logprobs=[0.0] * len(call.completion_ids)) for call in calls])
+    return half_good([replace(call, logprobs=one.tolist()) for call, one in zip(calls, known, strict=True)])
 
 
 def gradient_error(learner: Learner, parameters: dict[str, Any], datums: list[Datum]) -> float:
@@ -83,8 +78,7 @@ def gradient_error(learner: Learner, parameters: dict[str, Any], datums: list[Da
     learner.optimizer.zero_grad()
     for datum in datums:
         learner.accumulate([datum])
-    off = sum(float((p.grad - together[name]).square().sum()) for name, p in parameters.items())
-    return float((off / sum(float(p.grad.square().sum()) for p in parameters.values())) ** 0.5)
+    return relative_error(together, {name: p.grad for name, p in parameters.items()})
 
 
 def measure(size: str, dtype: str, turns: int, history: str, rounds: int) -> dict[str, Any]:
@@ -130,14 +124,8 @@ def main(
     rounds: Annotated[int, typer.Option(help="Measured rounds.")] = 5,
 ) -> None:
     """Measure, print and keep."""
-    rows = []
-    for one in size or ["S"]:
-        for precision in dtype or ["float32"]:
-            for history in HISTORIES:
-                for n in turns or [5, 10, 20]:
-                    rows.append(measure(one, precision, n, history, rounds))
-                    print(rows[-1], flush=True)
-    write_results("multi_turn", rows)
+    work = product(size or ["S"], dtype or ["float32"], HISTORIES, turns or [5, 10, 20])
+    write_results("multi_turn", (measure(one, precision, n, history, rounds) for one, precision, history, n in work))
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable
+from itertools import product
 from typing import Annotated, Any
 
 import torch
@@ -149,12 +150,8 @@ def main(
     rounds: Annotated[int, typer.Option(help="Measured rounds.")] = 5,
 ) -> None:
     """Measure, print and keep."""
-    rows = []
-    for one in size or SIZES:
-        for precision in dtype or ["float32", "bfloat16"]:
-            rows.append(measure(one, precision, rounds))
-            print(rows[-1], flush=True)
-    write_results("rollout", rows)
+    work = product(size or SIZES, dtype or ["float32", "bfloat16"])
+    write_results("rollout", (measure(one, precision, rounds) for one, precision in work))
 
 
 if __name__ == "__main__":

@@ -12,17 +12,16 @@ import asyncio
 import json
 import math
 import random
-import resource
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from statistics import linear_regression
 from typing import Annotated, Any
 
 import typer
-from common import GROUP, load, write_results
+from common import GROUP, half_good, load, make_call, peak_memory, write_results
 
-from agentscope_tuner.algorithms import Datum
 from agentscope_tuner.config import AlgorithmConfig
 from agentscope_tuner.engine.learner import Learner
 from agentscope_tuner.engine.sampler import Sampler
@@ -52,19 +51,12 @@ async def play(sampler: Sampler, episodes: int, turns: int, prompt: int) -> list
         for turn in range(turns):
             params = SamplingParams(max_tokens=SAMPLED, seed=100 * number + turn)
             sample = await sampler.sample(ids, params, episode_id=name)
-            calls.append(
-                ModelCall("solver", [], None, ids, sample.token_ids, sample.logprobs, 1.0, 1.0, 0, "length", "", 0)
-            )
+            calls.append(make_call(ids, sample.token_ids, sample.logprobs))
             ids = ids + sample.token_ids + [own.randrange(3, 1000) for _ in range(OBSERVED)]
         sampler.close_episode(name)
 
     await asyncio.gather(*map(one, range(episodes)))
     return calls
-
-
-def resident() -> float:
-    """GB that this process has held at most."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
 
 
 def measure_here(size: str, dtype: str, episodes: int, turns: int, prompt: int) -> dict[str, float]:
@@ -75,18 +67,17 @@ def measure_here(size: str, dtype: str, episodes: int, turns: int, prompt: int) 
     sampler = Sampler(loaded, settings)
     asyncio.run(play(sampler, 8, 1, 64))  # warm-up
     sampler.weights_changed(1)
-    before, begun = resident(), time.perf_counter()
+    before, begun = peak_memory(), time.perf_counter()
     calls = asyncio.run(play(sampler, episodes, turns, prompt))
-    rollout_s, rollout_gb = time.perf_counter() - begun, resident() - before
-    weight = 1 / sum(len(call.completion_ids) for call in calls)
-    datums = [Datum(call, (-1.0) ** i, weight, i) for i, call in enumerate(calls)]
+    rollout_s, rollout_gb = time.perf_counter() - begun, peak_memory() - before
+    datums = half_good(calls)
     begun = time.perf_counter()
     learner.accumulate(datums)
     return {
         "rollout_s": rollout_s,
         "train_s": time.perf_counter() - begun,
         "rollout_gb": rollout_gb,
-        "total_gb": resident() - before,
+        "total_gb": peak_memory() - before,
     }
 
 
@@ -97,19 +88,19 @@ def measure(*given: str) -> dict[str, float]:
     return found
 
 
-def sweep(size: str, dtype: str, what: str) -> list[dict[str, Any]]:
+def sweep(size: str, dtype: str, what: str) -> Iterator[dict[str, Any]]:
     """The rows of one quantity, the exponents last."""
     rows: list[dict[str, Any]] = []
     for value in SWEEPS[what]:
         work = {**USUAL[what], what: value}
         options = [part for name, number in work.items() for part in (f"--{name}", str(number))]
         rows.append({"grows": what, **work, **measure("--size", size, "--dtype", dtype, *options)})
-        print(rows[-1], flush=True)
+        yield rows[-1]
     exponents = {
         key: linear_regression([math.log(row[what]) for row in rows], [math.log(row[key]) for row in rows]).slope
         for key in ("rollout_s", "train_s", "total_gb")
     }
-    return [*rows, {"grows": what, what: "exponent", **exponents}]
+    yield {"grows": what, what: "exponent", **exponents}
 
 
 def main(
@@ -123,7 +114,7 @@ def main(
     if episodes:
         print(json.dumps(measure_here(size, dtype, episodes, turns, prompt)))
         return
-    write_results("scaling", [row for what in SWEEPS for row in sweep(size, dtype, what)])
+    write_results("scaling", (row for what in SWEEPS for row in sweep(size, dtype, what)))
 
 
 if __name__ == "__main__":
