@@ -107,6 +107,7 @@ def test_keys_without_effect_are_refused(overrides: list[str], key: str) -> None
 
 def test_the_same_keys_are_fine_where_they_have_an_effect() -> None:
     load_config(overrides=[*MINIMAL, "algorithm.clip_low=0.1", "algorithm.epochs_per_batch=2"])
+    load_config(overrides=[*MINIMAL, "algorithm.clip_low=0.1", "algorithm.max_staleness=1"])
     load_config(overrides=[*MINIMAL, EVAL, "algorithm.eval_interval_steps=5"])
 
 

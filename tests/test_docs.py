@@ -274,6 +274,7 @@ def provoke_misfits() -> Iterator[str]:
     yield failure("model.enable_thinking=true", name="b")
     yield failure("model.lora.target_modules=[nothing]", name="c")
     yield failure("engine.kv_cache_gb=0.0001", name="d")
+    yield failure("engine.step_memory_gb=0.001", name="d")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: False)
         yield failure("engine.device=cuda", name="e")

@@ -148,6 +148,7 @@ def test_further_settings_of_trinitys(tmp_path: Path) -> None:
     ("setting", "message", "gpus"),
     [
         ("algorithm.kl_coef=0.1", "`algorithm.kl_coef`", 8),
+        ("algorithm.max_staleness=1", "`algorithm.max_staleness`: its schedule is `trinity.sync_style`", 8),
         ("algorithm.entropy_coef=0.1", "`algorithm.entropy_coef`", 8),
         ("algorithm.epochs_per_batch=2", "`algorithm.epochs_per_batch`", 8),
         ("algorithm.updates_per_epoch=2", "`algorithm.updates_per_epoch`", 8),

@@ -2,18 +2,24 @@
 
 One process and one event loop. Agents and sampler take turns on it, the learner runs between two batches, and both
 work on the same weights, so there is nothing to ship from one to the other.
+
+With `algorithm.max_staleness` the next batch is sampled while the gradient of this one is computed, in a thread. The
+weights change only when both are done: so one batch is sampled with one set of weights, the one before those that learn
+from it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from agentscope_tuner.algorithms import Credit, build_datums, compute_advantages
+from agentscope_tuner.algorithms import Credit, Datum, build_datums, compute_advantages
 from agentscope_tuner.backends.evaluation import evaluate_policy
 from agentscope_tuner.chat import ChatRenderer
 from agentscope_tuner.config import TunerConfig, TunerModelConfig
@@ -24,7 +30,7 @@ from agentscope_tuner.engine.checkpoint import (
     restore,
     save_checkpoint,
 )
-from agentscope_tuner.engine.learner import Learner
+from agentscope_tuner.engine.learner import Learner, UpdateMetrics
 from agentscope_tuner.engine.models import (
     LoadedModel,
     drop_version,
@@ -121,6 +127,19 @@ def choose_cast(config: TunerConfig, workflow: WorkflowRunner) -> Cast:
     return plain_cast(config.roles, roles)
 
 
+@dataclass(slots=True)
+class _Batch:
+    """What a step learns from."""
+
+    groups: list[EpisodeGroup]
+    credits: list[list[Credit]]
+    metrics: StepMetrics
+    reader_position: int
+    """After its tasks were taken."""
+    on_policy: bool
+    """Sampled with the weights that learn from it."""
+
+
 class LocalRun:
     """One training run on the embedded engine."""
 
@@ -148,7 +167,9 @@ class LocalRun:
         self.pool = None if pool is None else OpponentPool(pool, self.cast, config.seed)
         self.folder = RunFolder(Path(config.output_dir).expanduser() / config.experiment_name)
         self.view = ProgressView(self.steps)
-        self._phase_step = 0
+        self._evaluated_step = 0
+        self._ahead: asyncio.Task[_Batch] | None = None
+        """The batch of the next step, where it is sampled already."""
 
     async def run(self) -> TuneResult:
         """Train from the beginning or from the newest checkpoint.
@@ -161,6 +182,11 @@ class LocalRun:
         newest = latest_checkpoint(self.folder.checkpoints_dir) if resumed else None
         self.engine, helpers = start_engines(self.config, self.cast)
         algorithm = self.config.algorithm
+        if algorithm.max_staleness and self.engine.loaded.lora is not None and self.engine.sampler.runs_modules:
+            raise ConfigError(
+                "`algorithm.max_staleness` does not go with `model.lora` here: sampler and learner share this model's "
+                "modules, which hold one adapter at a time; remove it"
+            )
         self.learner = Learner(
             self.engine.loaded,
             algorithm,
@@ -198,8 +224,13 @@ class LocalRun:
             with self.folder, self._tensorboard() as self.board, self.view:
                 if newest is None:
                     await self._begin()
-                for step in range(state.step + 1, self.steps + 1):
-                    await self._step(step)
+                try:
+                    for step in range(state.step + 1, self.steps + 1):
+                        await self._step(step)
+                finally:
+                    if self._ahead is not None:
+                        self._ahead.cancel()
+                        await asyncio.gather(self._ahead, return_exceptions=True)
         result = self._result()
         self.view.summary(result)
         return result
@@ -214,29 +245,32 @@ class LocalRun:
             self._record(metrics)
 
     async def _step(self, step: int) -> None:
-        metrics = StepMetrics(step=step)
-        self._phase_step = step
-        groups, credits = await self._collect(metrics)
+        batch = await (self._ahead or self._collect(step, on_policy=True))
+        self._ahead = None
+        if self.config.algorithm.max_staleness and step < self.steps:
+            self._ahead = asyncio.create_task(self._collect(step + 1, on_policy=False))
+        metrics = batch.metrics
         begun = time.perf_counter()
-        updates = build_datums(credits, self.config.algorithm.updates_per_epoch)
+        updates = build_datums(batch.credits, self.config.algorithm.updates_per_epoch)
         if updates:
-            self.view.phase("train", 0)
-            done = self.learner.train(updates, lambda tokens: self.view.advance())
+            done = await self._train(updates, batch)
             for name in ("loss", "grad_norm", "kl_to_sampler", "clip_fraction", "entropy", "learning_rate"):
                 setattr(metrics, name, getattr(done, name))
             metrics.tokens_trained, metrics.tokens_packed = done.tokens_trained, done.tokens_packed
         else:
             self.view.message(f"step {step}: every group earned the same reward throughout, so nothing was learned")
+        if self._ahead is not None:
+            await asyncio.wait({self._ahead})  # what it raises is the next step's affair
         self._publish(step)
         metrics.time_train_s = time.perf_counter() - begun
-        describe(groups, metrics)
+        describe(batch.groups, metrics)
         last = step == self.steps
         if self.eval_tasks and (last or step % self.config.algorithm.eval_interval_steps == 0):
             await self._evaluate(metrics)
         self._record(metrics)
         if last or step % self.config.algorithm.save_interval_steps == 0:
             versions = tuple(self.pool.steps) if self.pool is not None else ()
-            state = TrainerState(step, self.learner.optimizer.updates, self.stream.position, versions)
+            state = TrainerState(step, self.learner.optimizer.updates, batch.reader_position, versions)
             save_checkpoint(
                 self.folder.checkpoints_dir,
                 self.engine.loaded,
@@ -244,6 +278,16 @@ class LocalRun:
                 state,
                 keep=self.config.checkpoint.keep,
             )
+
+    async def _train(self, updates: list[list[Datum]], batch: _Batch) -> UpdateMetrics:
+        if self._ahead is None:
+            self.view.phase("train", 0)
+            return self.learner.train(updates, lambda tokens: self.view.advance(), on_policy=batch.on_policy)
+        sampled = threading.Event()
+        self._ahead.add_done_callback(lambda _: sampled.set())
+        return await asyncio.to_thread(
+            self.learner.train, updates, on_policy=batch.on_policy, before_update=sampled.wait
+        )
 
     def _publish(self, step: int) -> None:
         """Sample with the new weights from now on; let what the adapters are now be met in later steps, where due."""
@@ -256,8 +300,9 @@ class LocalRun:
                     drop_version(loaded, version_of(adapter, dropped))
         self.engine.sampler.weights_changed(self.learner.optimizer.updates)
 
-    async def _collect(self, metrics: StepMetrics) -> tuple[list[EpisodeGroup], list[list[Credit]]]:
+    async def _collect(self, step: int, *, on_policy: bool) -> _Batch:
         """A batch of groups; those that teach nothing are replaced, up to the bound."""
+        metrics = StepMetrics(step=step)
         algorithm = self.config.algorithm
         bound = algorithm.batch_size if algorithm.max_resampled_groups is None else algorithm.max_resampled_groups
         begun = time.perf_counter()
@@ -272,7 +317,7 @@ class LocalRun:
             new = await self.rollout.run(
                 tasks,
                 algorithm.group_size,
-                phase=f"train{metrics.step}",
+                phase=f"train{step}",
                 first=len(groups),
                 branching=branching,
                 cast_of=None if self.pool is None else self.pool.cast_of,
@@ -288,10 +333,10 @@ class LocalRun:
         metrics.groups = len(groups)
         metrics.zero_variance_groups = sum(not one for one in credits)
         metrics.time_rollout_s = time.perf_counter() - begun
-        return groups, credits
+        return _Batch(groups, credits, metrics, self.stream.position, on_policy)
 
     async def _evaluate(self, metrics: StepMetrics) -> None:
-        self._phase_step = metrics.step
+        self._evaluated_step = metrics.step
         results = await evaluate_policy(
             self.rollout, self.eval_tasks, self.view, self.config.algorithm.max_failed_fraction
         )
@@ -301,8 +346,10 @@ class LocalRun:
     # --------------------------------------------------------------------------------------------- reporting
 
     def _episode_done(self, episode: Episode, phase: str) -> None:
-        kind = phase if phase.startswith("eval") else "train"
-        self.folder.write_episode(episode, phase=kind, step=self._phase_step)
+        if phase.startswith("eval"):
+            self.folder.write_episode(episode, phase=phase, step=self._evaluated_step)
+        else:
+            self.folder.write_episode(episode, phase="train", step=int(phase.removeprefix("train")))
         self.view.tokens(episode.tokens_sampled)
         self.view.episode_done(failed=episode.error is not None)
 

@@ -119,6 +119,10 @@ class AlgorithmConfig(_Config):
     """Passes over each batch."""
     updates_per_epoch: int = Field(default=1, ge=1)
     """Optimizer steps per pass; the batch's groups are dealt out among them."""
+    max_staleness: int = Field(default=0, ge=0, le=1)
+    """Steps that a batch may be older than the weights that learn from it. 1: the next batch is sampled while the
+    gradient of this one is computed, which saves time where agents wait for tools or other services; probability ratios
+    stay exact. 0: sampling and training take turns."""
     kl_coef: float = Field(default=0.0, ge=0.0)
     """Weight of KL(policy || initial policy) in the loss: the k3 estimate times the probability ratio, which makes its
     gradient unbiased (arXiv:2512.02556)."""
@@ -244,6 +248,9 @@ class EngineConfig(_Config):
     0: none. Without compiled steps there are none either."""
     micro_batch_tokens: int = Field(default=6144, ge=16)
     """Tokens per forward and backward pass of the learner."""
+    step_memory_gb: float | None = Field(default=None, gt=0.0)
+    """Upper bound of what training takes beside the weights, in GB: gradients, the optimizer's state, activations and
+    logits; lowers `micro_batch_tokens`. None: no bound."""
     threads: int | None = Field(default=None, ge=1)
     """CPU threads. None: PyTorch's own choice."""
     patience_ms: int = Field(default=200, ge=0)
@@ -362,7 +369,9 @@ class TunerConfig(_Config):
                 "the weights"
             )
         fixed = self.trinity.sync_style == "fixed" and self.trinity.sync_interval == 1
-        if fixed and self.algorithm.epochs_per_batch * self.algorithm.updates_per_epoch == 1:
+        algorithm = self.algorithm
+        updates = algorithm.epochs_per_batch * algorithm.updates_per_epoch
+        if fixed and updates == 1 and algorithm.max_staleness == 0:
             for key in ("clip_low", "clip_high"):
                 if self.algorithm.sets(key):
                     refuse(f"algorithm.{key}", "with one on-policy update per batch the probability ratio is 1")

@@ -22,6 +22,7 @@ from agentscope_tuner.algorithms.distributions import temper, truncate
 from agentscope_tuner.algorithms.losses import entropy, k3_divergence, policy_loss
 from agentscope_tuner.algorithms.packing import PackedTree, pack
 from agentscope_tuner.config import AlgorithmConfig, EngineConfig
+from agentscope_tuner.engine.memory import micro_batch_tokens
 from agentscope_tuner.engine.models import LoadedModel
 from agentscope_tuner.engine.optimizer import Optimizer
 from agentscope_tuner.engine.products import onednn_products
@@ -123,7 +124,7 @@ class Learner:
         self._algorithm = algorithm
         self._kernels = learner_kernels(loaded, engine)
         self._forward = choose_forward(loaded, self._kernels)
-        self._micro_batch_tokens = engine.micro_batch_tokens
+        self._micro_batch_tokens = micro_batch_tokens(loaded, engine, self._forward, self._kernels)
         self._max_tokens = max_tokens
         self.optimizer = Optimizer(loaded, betas=algorithm.adam_betas, weight_decay=algorithm.weight_decay)
         self._exact = loaded.model.dtype == torch.float32
@@ -135,12 +136,21 @@ class Learner:
 
     # ---------------------------------------------------------------------------------------------- updates
 
-    def train(self, updates: Sequence[list[Datum]], on_tree: Callable[[int], None] | None = None) -> UpdateMetrics:
+    def train(
+        self,
+        updates: Sequence[list[Datum]],
+        on_tree: Callable[[int], None] | None = None,
+        *,
+        on_policy: bool = True,
+        before_update: Callable[[], object] | None = None,
+    ) -> UpdateMetrics:
         """All passes over one batch; returns metrics averaged over them.
 
         Args:
             updates: the datums of each optimizer step of a pass.
             on_tree: called with the number of tokens after each packed tree.
+            on_policy: the batch was sampled with the weights as they are.
+            before_update: called before each optimizer step; until it returns, the weights stay as they are.
 
         Raises:
             ParityError: before the first update, a recorded log-probability is not the learner's.
@@ -151,8 +161,12 @@ class Learner:
         passes: list[UpdateMetrics] = []
         for epoch in range(self._algorithm.epochs_per_batch):
             for index, (datums, reference) in enumerate(zip(updates, references, strict=True)):
-                on_policy = epoch == index == 0
-                passes.append(self._update(datums, reference, on_policy, on_tree))
+                metrics = self._gradient(datums, reference, on_policy and epoch == index == 0, on_tree)
+                if before_update is not None:
+                    before_update()
+                metrics.learning_rate = self.learning_rate
+                metrics.grad_norm = self.optimizer.step(metrics.learning_rate, self._algorithm.max_grad_norm)
+                passes.append(metrics)
         total = UpdateMetrics(learning_rate=passes[-1].learning_rate)
         for one in passes:
             for name in ("loss", "grad_norm", "kl_to_sampler", "clip_fraction", "entropy"):
@@ -161,7 +175,7 @@ class Learner:
             total.tokens_packed += one.tokens_packed
         return total
 
-    def _update(
+    def _gradient(
         self,
         datums: list[Datum],
         reference: list[Tensor] | None,
@@ -172,8 +186,6 @@ class Learner:
         metrics = self.accumulate(datums, reference, on_tree)
         if on_policy and not metrics.logprob_gap <= self._parity_tolerance:
             raise self._parity_error(datums[metrics.gap_datum].call, metrics.logprob_gap)
-        metrics.learning_rate = self.learning_rate
-        metrics.grad_norm = self.optimizer.step(metrics.learning_rate, self._algorithm.max_grad_norm)
         return metrics
 
     @onednn_products()

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from agentscope_tuner.algorithms.packing import common_prefix
 from agentscope_tuner.config import EngineConfig
+from agentscope_tuner.engine.decoder import ModuleDecoder
 from agentscope_tuner.engine.drafts import Drafts
 from agentscope_tuner.engine.model_runner import ModelRunner, Span
 from agentscope_tuner.engine.models import LoadedModel
@@ -94,6 +95,11 @@ class Sampler:
         """Those with a slot whose next token can be drawn."""
         self._pump: asyncio.Task[None] | None = None
         self._forget()
+
+    @property
+    def runs_modules(self) -> bool:
+        """Whether the model's own modules compute; they hold one adapter at a time."""
+        return isinstance(self._runner.decoder, ModuleDecoder)
 
     # ------------------------------------------------------------------------------------------- the policy
 

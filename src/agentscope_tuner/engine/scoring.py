@@ -14,6 +14,7 @@ from torch import Tensor
 
 from agentscope_tuner.algorithms.packing import PackedTree, pack
 from agentscope_tuner.config import EngineConfig
+from agentscope_tuner.engine.memory import micro_batch_tokens
 from agentscope_tuner.engine.models import LoadedModel
 from agentscope_tuner.engine.products import onednn_products
 from agentscope_tuner.engine.trainable import choose_forward, head_rows, learner_kernels, run_tree
@@ -42,7 +43,7 @@ class Scorer:
         self._loaded = loaded
         self._kernels = learner_kernels(loaded, engine)
         self._forward = choose_forward(loaded, self._kernels)
-        self._max_tokens = engine.micro_batch_tokens
+        self._max_tokens = micro_batch_tokens(loaded, engine, self._forward, self._kernels)
 
     @onednn_products()
     @torch.no_grad()

@@ -75,6 +75,7 @@ def check_settings(config: TunerConfig) -> None:
         (algorithm.entropy_coef != 0, "algorithm.entropy_coef", "Trinity's Tinker trainer only estimates the entropy"),
         (algorithm.epochs_per_batch > 1, "algorithm.epochs_per_batch", "Trinity passes over a batch once"),
         (algorithm.updates_per_epoch > 1, "algorithm.updates_per_epoch", "Trinity makes one update per batch"),
+        (algorithm.max_staleness > 0, "algorithm.max_staleness", "its schedule is `trinity.sync_style`"),
         (bool(algorithm.max_resampled_groups), "algorithm.max_resampled_groups", "Trinity draws no further tasks"),
         (
             algorithm.lr_scheduler_type == "linear",

@@ -1,0 +1,111 @@
+"""What a training step takes beside the weights, known before the first one.
+
+Activations are counted on two short probes. They grow with the tokens of a pass, and with nothing else: attention
+scores are never kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from agentscope_tuner.algorithms.packing import pack
+from agentscope_tuner.config import EngineConfig
+from agentscope_tuner.engine.models import LoadedModel
+from agentscope_tuner.engine.native import NativeKernels
+from agentscope_tuner.engine.trainable import Forward, head_rows, run_tree
+from agentscope_tuner.errors import ConfigError
+
+_LOGIT_COPIES = 7
+"""Of a block, in float32: what its softmax and entropy make of the logits, and the gradients."""
+_MOMENTS_BYTES = 8
+"""AdamW's two, in float32."""
+_MASTER_BYTES = 8
+"""A weight and its gradient in float32, where the model has another precision."""
+_ALLOCATED = 1.6
+"""What the C library holds for activations, over what they need: it keeps what was freed, in pieces that do not always
+fit. 1.2 to 1.7 were measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepMemory:
+    """In bytes."""
+
+    fixed: float
+    """Gradients and the optimizer's state."""
+    per_token: float
+    """What each token of a pass adds ..."""
+    per_row: float
+    """... and, up to the size of a block, each row of logits."""
+    block: int
+    """Rows of a block."""
+
+    def gb(self, tokens: int) -> float:
+        """What passes of so many tokens take, in GB."""
+        return (self.fixed + tokens * self.per_token + min(tokens, self.block) * self.per_row) / 1e9
+
+    def tokens_within(self, gb: float) -> int:
+        """The longest pass that takes at most so many GB; negative where not even the rest does."""
+        room = gb * 1e9 - self.fixed
+        tokens = room / (self.per_token + self.per_row)
+        return int(tokens if tokens < self.block else (room - self.block * self.per_row) / self.per_token)
+
+
+def estimate(loaded: LoadedModel, forward: Forward, kernels: NativeKernels | None) -> StepMemory:
+    """Count what the learner's forward pass keeps for its backward pass."""
+    short, long = min(32, loaded.max_model_len // 2), min(96, loaded.max_model_len)
+    kept = [_kept(loaded, forward, kernels, tokens) for tokens in (short, long)]
+    per_token = (kept[1] - kept[0]) / (long - short)
+    # The backward pass goes through the layers one by one, and makes about twice as much of each as was kept of it.
+    per_token *= 1 + 2 / loaded.model.config.get_text_config().num_hidden_layers
+    fixed = 0
+    for parameter in loaded.trainable_parameters().values():
+        master = _MASTER_BYTES if parameter.dtype != torch.float32 else 0
+        fixed += parameter.numel() * (parameter.element_size() + _MOMENTS_BYTES + master)
+    per_row = _LOGIT_COPIES * 4 * loaded.vocabulary
+    return StepMemory(fixed, _ALLOCATED * per_token, _ALLOCATED * per_row, head_rows(loaded.vocabulary))
+
+
+def _kept(loaded: LoadedModel, forward: Forward, kernels: NativeKernels | None, tokens: int) -> int:
+    """Bytes that a forward pass over so many tokens keeps, weights not counted."""
+    weights = {p.untyped_storage().data_ptr() for p in loaded.model.parameters()}
+    kept: dict[int, int] = {}
+
+    def count(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    tree = pack([[i * 7919 % loaded.vocabulary for i in range(tokens)]], max_tokens=tokens)[0]
+    adapter = loaded.adapters[0] if loaded.adapters else ""
+    counted = torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor)
+    with torch.enable_grad(), loaded.speaking_as(adapter), counted:
+        # What was counted stays alive through `hidden`, so no address is counted for two tensors.
+        hidden = run_tree(forward, tree, loaded.device, kernels)
+    del hidden
+    return sum(kept.values())
+
+
+def micro_batch_tokens(
+    loaded: LoadedModel, engine: EngineConfig, forward: Forward, kernels: NativeKernels | None
+) -> int:
+    """How many tokens a pass may have within `engine.step_memory_gb`.
+
+    Raises:
+        ConfigError: one sequence of `max_model_len` tokens would take more.
+    """
+    if engine.step_memory_gb is None:
+        return engine.micro_batch_tokens
+    memory = estimate(loaded, forward, kernels)
+    tokens = memory.tokens_within(engine.step_memory_gb)
+    if tokens < loaded.max_model_len:
+        raise ConfigError(
+            f"`engine.step_memory_gb` is {engine.step_memory_gb}, but to train on one sequence of "
+            f"{loaded.max_model_len} tokens takes {memory.gb(loaded.max_model_len):.2f} GB, "
+            f"{memory.fixed / 1e9:.2f} of them whatever its length; raise it, lower `model.max_model_len`, or train "
+            "a LoRA adapter (`model.lora`)"
+        )
+    return min(engine.micro_batch_tokens, tokens)

@@ -1,0 +1,88 @@
+"""What a training step takes is known before it, and kept under a budget."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from engine_tools import load
+
+from agentscope_tuner.config import AlgorithmConfig, EngineConfig, LoraConfig
+from agentscope_tuner.engine.learner import Learner
+from agentscope_tuner.engine.memory import StepMemory, micro_batch_tokens
+from agentscope_tuner.engine.trainable import choose_forward, learner_kernels
+from agentscope_tuner.errors import ConfigError
+
+# A process of its own, so that the peak is that of these steps.
+STEPS = """
+import random, resource, sys
+from engine_tools import load
+from agentscope_tuner.algorithms import Datum
+from agentscope_tuner.config import AlgorithmConfig, EngineConfig
+from agentscope_tuner.engine.learner import Learner
+from agentscope_tuner.types import ModelCall
+
+budget, fast = float(sys.argv[1]), sys.argv[2] == "fast"
+loaded = load("tiny-agent", max_model_len=1024)
+engine = EngineConfig(device="cpu", step_memory_gb=budget, micro_batch_tokens=10**6, fast_decoder=fast)
+learner = Learner(loaded, AlgorithmConfig(), engine, 12)
+draw = random.Random(0).choices
+tokens = range(loaded.vocabulary)
+calls = [ModelCall("a", [], None, draw(tokens, k=100), draw(tokens, k=300), [0.0] * 300, 1.0, 1.0, 0, "length", "", 0)
+         for _ in range(40)]
+datums = [Datum(call, (-1.0) ** i, 1 / 12_000, i) for i, call in enumerate(calls)]
+learner.accumulate(datums[:1])
+learner.optimizer.zero_grad()
+before = int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
+for _ in range(2):
+    learner.accumulate(datums)
+    learner.optimizer.step(1e-6, 1.0)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before) / 1e9)
+"""
+
+
+@pytest.mark.parametrize("path", ["fast", "general"])
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the memory of a process as Linux tells it")
+def test_steps_use_their_budget_and_stay_within_it(path: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", STEPS, "0.4", path],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(__file__).parent,
+    )
+    assert 0.15 <= float(done.stdout) <= 0.4
+
+
+def test_a_budget_in_tokens_and_back() -> None:
+    memory = StepMemory(fixed=1e8, per_token=1e5, per_row=2e4, block=1000)
+    for tokens in (1, 999, 1000, 1001, 50_000):
+        assert memory.tokens_within(memory.gb(tokens) * (1 + 1e-9)) == tokens
+    assert memory.tokens_within(0.05) < 0
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig()])
+def test_a_budget_lowers_the_tokens_of_a_pass(lora: LoraConfig | None) -> None:
+    loaded = load("tiny-agent", lora=lora, max_model_len=256)
+
+    def tokens(**engine) -> int:
+        config = EngineConfig(device="cpu", **engine)
+        kernels = learner_kernels(loaded, config)
+        return micro_batch_tokens(loaded, config, choose_forward(loaded, kernels), kernels)
+
+    assert tokens() == tokens(step_memory_gb=100) == 6144
+    assert 256 <= tokens(step_memory_gb=0.1) < tokens(step_memory_gb=0.2) < 6144
+    with pytest.raises(ConfigError, match=r"to train on one sequence of 256 tokens takes 0\.\d\d GB"):
+        tokens(step_memory_gb=0.01)
+    assert all(parameter.grad is None for parameter in loaded.model.parameters())
+
+
+def test_the_learner_keeps_to_it() -> None:
+    loaded = load("tiny-agent", max_model_len=256)
+    engine = EngineConfig(device="cpu", step_memory_gb=0.1)
+    kernels = learner_kernels(loaded, engine)
+    learner = Learner(loaded, AlgorithmConfig(), engine, 12)
+    bound = micro_batch_tokens(loaded, engine, choose_forward(loaded, kernels), kernels)
+    assert learner._micro_batch_tokens == bound
