@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import shutil
 import stat
 import subprocess
 from collections.abc import Iterator
@@ -85,12 +86,13 @@ def test_every_way_of_attention_samples_the_same(
 def test_kernels_are_built_once(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = []
     monkeypatch.setattr(native, "_run", lambda command, **k: runs.append(command) or _run(command, **k))
+    sources = len([*native.KERNELS.glob("*.cpp")])
     assert native_kernels() is not None
-    assert sum("-c" in command for command in runs) == 1
+    assert sum("-c" in command for command in runs) == sources
     assert [path.suffix for path in fresh.iterdir()] == [".so"]
     native_kernels.cache_clear()
     assert native_kernels() is not None
-    assert sum("-c" in command for command in runs) == 1
+    assert sum("-c" in command for command in runs) == sources
 
 
 _run = native._run
@@ -125,11 +127,12 @@ def test_without_a_compiler_everything_works(
 
 
 def test_a_library_that_computes_something_else_is_not_used(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = native.SOURCE.read_text()
-    wrong = fresh.parent / "native.cpp"
-    wrong.write_text(source.replace("const float scale = 1 / sum;", "const float scale = 2 / sum;"))
-    assert wrong.read_text() != source
-    monkeypatch.setattr(native, "SOURCE", wrong)
+    wrong = shutil.copytree(native.KERNELS, fresh.parent / "kernels")
+    source = wrong / "common.h"
+    right = source.read_text()
+    source.write_text(right.replace("const float scale = 1 / sum;", "const float scale = 2 / sum;"))
+    assert source.read_text() != right
+    monkeypatch.setattr(native, "KERNELS", wrong)
     assert native_kernels() is None
 
 

@@ -19,13 +19,13 @@ from torch import Tensor
 
 TILE = 32
 """Keys of so many tokens lie side by side in the cache, number by number."""
-SOURCE = Path(__file__).with_name("native.cpp")
+KERNELS = Path(__file__).with_name("kernels")
 _COMPILE = ["-c", "-fPIC", "-O3", "-march=native", "-ffast-math", "-fopenmp"]
 _TOLERANCE = 1e-5
 
 
 class NativeKernels:
-    """What `native.cpp` offers, on tensors."""
+    """What the sources in `kernels` offer, on tensors."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         def take(name: str, addresses: int, *sizes: type) -> Any:
@@ -247,16 +247,19 @@ def _build() -> Path:
         raise OSError("no C++ compiler")
     # The machine's flags are part of the name: a home folder may be shared by different machines.
     target = _run([compiler, "-march=native", "-E", "-v", "-", "-o", os.devnull], also_stderr=True)
-    name = hashlib.sha256(SOURCE.read_bytes() + target + " ".join(_COMPILE).encode()).hexdigest()[:16]
+    text = b"".join(source.read_bytes() for source in sorted(KERNELS.iterdir()))
+    name = hashlib.sha256(text + target + " ".join(_COMPILE).encode()).hexdigest()[:16]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "agentscope-tuner"
     library = folder / f"native-{name}.so"
     if not library.exists():
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            compiled, linked = Path(scratch) / "native.o", Path(scratch) / "native.so"
-            _run([compiler, *_COMPILE, str(SOURCE), "-o", str(compiled)])
+            compiled = [Path(scratch) / f"{source.stem}.o" for source in sorted(KERNELS.glob("*.cpp"))]
+            for part in compiled:
+                _run([compiler, *_COMPILE, str(KERNELS / f"{part.stem}.cpp"), "-o", str(part)])
             # Linked apart: with `-ffast-math` a linker would switch off denormal numbers in the whole process.
-            _run([compiler, "-shared", str(compiled), *_openmp(), "-o", str(linked)])
+            linked = Path(scratch) / "native.so"
+            _run([compiler, "-shared", *map(str, compiled), *_openmp(), "-o", str(linked)])
             linked.replace(library)
     return library
 

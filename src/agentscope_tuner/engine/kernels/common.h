@@ -1,0 +1,170 @@
+// What the kernels of sampler and learner share: numbers of two types, registers full of them, and small products.
+//
+// No headers but the standard ones, so that it compiles in a few seconds anywhere.
+
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <utility>
+#include <vector>
+
+namespace {
+
+// Registers of the machine, however wide they are; aligned as single numbers, so that any address will do.
+typedef float Lanes __attribute__((vector_size(64), aligned(4)));
+typedef uint32_t Words __attribute__((vector_size(64), aligned(4)));
+typedef uint16_t Halves __attribute__((vector_size(32), aligned(2)));
+constexpr int64_t LANES = 16;
+constexpr int64_t TILE = 2 * LANES;  // keys or values that are read together
+constexpr int64_t BLOCK = 96;        // about so many queries read them together
+#ifdef __AVX512F__
+constexpr int TOGETHER = 4;  // rows that are computed at once: as many as there are registers for
+#else
+constexpr int TOGETHER = 2;
+#endif
+
+struct Bf16 {
+    uint16_t bits;
+};
+
+inline float number(float x) { return x; }
+inline float number(Bf16 x) {
+    const uint32_t word = static_cast<uint32_t>(x.bits) << 16;
+    float out;
+    std::memcpy(&out, &word, sizeof(out));
+    return out;
+}
+inline void put(float* to, float x) { *to = x; }
+inline void put(Bf16* to, float x) {
+    uint32_t word;
+    std::memcpy(&word, &x, sizeof(word));
+    to->bits = (word + 0x7fff + (word >> 16 & 1)) >> 16;  // to the nearest, ties to even
+}
+
+inline Lanes load(const float* from) { return *reinterpret_cast<const Lanes*>(from); }
+inline Lanes load(const Bf16* from) {
+    return (Lanes)(__builtin_convertvector(*reinterpret_cast<const Halves*>(from), Words) << 16);
+}
+inline void store(float* to, Lanes lanes) { *reinterpret_cast<Lanes*>(to) = lanes; }
+
+// Rows of a matrix, `stride` numbers apart.
+template <class T>
+struct Rows {
+    const T* start;
+    int64_t stride;
+    const T* operator[](int64_t row) const { return start + row * stride; }
+};
+
+// out (N, width) becomes a (N, d) times a tile of keys (d, TILE).
+template <int N, class T>
+void score_rows(const float* a, const T* tile, float* out, int64_t width, int64_t d, int64_t stride) {
+    Lanes low[N] = {}, high[N] = {};
+    for (int64_t j = 0; j < d; j++) {
+        const Lanes first = load(tile + j * TILE), second = load(tile + j * TILE + LANES);
+        for (int r = 0; r < N; r++) {
+            low[r] += a[r * d + j] * first;
+            high[r] += a[r * d + j] * second;
+        }
+    }
+    for (int r = 0; r < N; r++) {
+        if (width == TILE) {
+            store(out + r * stride, low[r]);
+            store(out + r * stride + LANES, high[r]);
+        } else {
+            float whole[TILE];
+            store(whole, low[r]);
+            store(whole + LANES, high[r]);
+            std::memcpy(out + r * stride, whole, width * sizeof(float));
+        }
+    }
+}
+
+template <class T>
+void score_tile(const float* a, const T* tile, float* out, int64_t m, int64_t width, int64_t d, int64_t stride) {
+    int64_t i = 0;
+    for (; i + TOGETHER <= m; i += TOGETHER)
+        score_rows<TOGETHER>(a + i * d, tile, out + i * stride, width, d, stride);
+    switch (m - i) {
+        case 3: score_rows<3>(a + i * d, tile, out + i * stride, width, d, stride); break;
+        case 2: score_rows<2>(a + i * d, tile, out + i * stride, width, d, stride); break;
+        case 1: score_rows<1>(a + i * d, tile, out + i * stride, width, d, stride); break;
+    }
+}
+
+template <int N, class T>
+void add_rows(const float* weights, int64_t across, int64_t down, Rows<T> b, float* out, int64_t out_stride, int64_t n,
+              int64_t d) {
+    int64_t j = 0;
+    for (; j + TILE <= d; j += TILE) {
+        Lanes low[N], high[N];
+        for (int r = 0; r < N; r++) {
+            low[r] = load(out + r * out_stride + j);
+            high[r] = load(out + r * out_stride + j + LANES);
+        }
+        for (int64_t t = 0; t < n; t++) {
+            const Lanes first = load(b[t] + j), second = load(b[t] + j + LANES);
+            for (int r = 0; r < N; r++) {
+                low[r] += weights[r * down + t * across] * first;
+                high[r] += weights[r * down + t * across] * second;
+            }
+        }
+        for (int r = 0; r < N; r++) {
+            store(out + r * out_stride + j, low[r]);
+            store(out + r * out_stride + j + LANES, high[r]);
+        }
+    }
+    for (int r = 0; r < N; r++)
+        for (int64_t t = 0; t < n; t++)
+            for (int64_t rest = j; rest < d; rest++)
+                out[r * out_stride + rest] += weights[r * down + t * across] * number(b[t][rest]);
+}
+
+// Adds weights (m, n) times b (n, d) to out (m, d). The weight of (i, t) is at `i * down + t * across`.
+template <class T>
+void add_product(const float* weights, int64_t across, int64_t down, Rows<T> b, float* out, int64_t out_stride,
+                 int64_t m, int64_t n, int64_t d) {
+    for (int64_t first = 0; first < n; first += TILE) {
+        const int64_t width = std::min(TILE, n - first);
+        const Rows<T> tile{b[first], b.stride};
+        const float* from = weights + first * across;
+        int64_t i = 0;
+        for (; i + TOGETHER <= m; i += TOGETHER)
+            add_rows<TOGETHER>(from + i * down, across, down, tile, out + i * out_stride, out_stride, width, d);
+        switch (m - i) {
+            case 3: add_rows<3>(from + i * down, across, down, tile, out + i * out_stride, out_stride, width, d); break;
+            case 2: add_rows<2>(from + i * down, across, down, tile, out + i * out_stride, out_stride, width, d); break;
+            case 1: add_rows<1>(from + i * down, across, down, tile, out + i * out_stride, out_stride, width, d); break;
+        }
+    }
+}
+
+// Softmax of the first n numbers, zero for the others up to `width`; returns the logarithm of the sum of exponentials.
+float softmax(float* __restrict x, int64_t n, int64_t width) {
+    float most = x[0];
+    for (int64_t i = 1; i < n; i++) most = std::max(most, x[i]);
+    float sum = 0;
+    for (int64_t i = 0; i < n; i++) {
+        x[i] = std::exp(x[i] - most);
+        sum += x[i];
+    }
+    const float scale = 1 / sum;
+    for (int64_t i = 0; i < n; i++) x[i] *= scale;
+    std::fill(x + n, x + width, 0.0f);
+    return most + std::log(sum);
+}
+
+// Rotary embedding of one head; with sign -1 its transpose.
+inline void turn(const float* in, const float* cosines, const float* sines, float* out, int64_t half, float sign) {
+#pragma omp simd
+    for (int64_t j = 0; j < half; j++) {
+        out[j] = in[j] * cosines[j] - sign * in[j + half] * sines[j];
+        out[j + half] = in[j + half] * cosines[j] + sign * in[j] * sines[j];
+    }
+}
+
+inline float silu(float x) { return x / (1 + std::exp(-x)); }
+
+}  // namespace

@@ -1,0 +1,231 @@
+// The learner's attention along a packed tree, and its steps between matrix products, with their gradients.
+
+#include "common.h"
+
+namespace {
+
+// out (m, n), rows of `stride` numbers, becomes a (m, d) times b (n, d), which is turned round tile by tile.
+void multiply(const float* a, Rows<float> b, float* out, int64_t m, int64_t n, int64_t d, int64_t stride) {
+    thread_local std::vector<float> turned;
+    turned.resize(d * TILE);
+    for (int64_t first = 0; first < n; first += TILE) {
+        const int64_t width = std::min(TILE, n - first);
+        for (int64_t t = 0; t < width; t++)
+            for (int64_t j = 0; j < d; j++) turned[j * TILE + t] = b[first + t][j];
+        score_tile(a, turned.data(), out + first, m, width, d, stride);
+    }
+}
+
+// Tokens `first` up to `end` of a packed tree; they see some spans of it, and themselves causally.
+struct Stretch {
+    int64_t first, end;
+    std::vector<std::pair<int64_t, int64_t>> path;
+    int64_t seen;  // tokens of the path
+
+    int64_t width() const { return seen + end - first; }
+};
+
+// Cuts (stretches, 4) rows of first, end, first span and number of spans, with spans (any, 2), to pieces.
+std::vector<Stretch> cut(const int64_t* stretches, const int64_t* spans, int64_t count, int64_t group) {
+    const int64_t most = std::max<int64_t>(1, BLOCK / group);
+    std::vector<Stretch> pieces;
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t* row = stretches + 4 * i;
+        Stretch piece{row[0], row[0], {}, 0};
+        for (int64_t s = row[2]; s < row[2] + row[3]; s++) {
+            piece.path.emplace_back(spans[2 * s], spans[2 * s + 1]);
+            piece.seen += spans[2 * s + 1] - spans[2 * s];
+        }
+        piece.path.emplace_back(row[0], row[0]);
+        for (int64_t first = row[0]; first < row[1]; first += most) {
+            piece.seen += first - piece.first;
+            piece.path.back().second = piece.first = first;
+            piece.end = std::min(first + most, row[1]);
+            pieces.push_back(piece);
+        }
+    }
+    return pieces;
+}
+
+// Calls `visit(place among the piece's keys, first token, tokens)` for everything that it sees.
+template <class Visit>
+void each_span(const Stretch& piece, Visit visit) {
+    int64_t at = 0;
+    for (const auto& [first, end] : piece.path) {
+        if (end > first) visit(at, first, end - first);
+        at += end - first;
+    }
+    visit(at, piece.first, piece.end - piece.first);
+}
+
+// Copies what belongs to a key-value head between x (tokens, kv_heads, size) and rows (tokens of the piece, size).
+void gather(const float* x, float* rows, const Stretch& piece, int64_t kv_heads, int64_t head, int64_t size) {
+    for (int64_t token = piece.first; token < piece.end; token++)
+        std::memcpy(rows + (token - piece.first) * size, x + (token * kv_heads + head) * size, size * sizeof(float));
+}
+void scatter(const float* rows, float* x, const Stretch& piece, int64_t kv_heads, int64_t head, int64_t size) {
+    for (int64_t token = piece.first; token < piece.end; token++)
+        std::memcpy(x + (token * kv_heads + head) * size, rows + (token - piece.first) * size, size * sizeof(float));
+}
+
+}  // namespace
+
+// Attention along a packed tree. q, out: (tokens, kv_heads, group, d), queries scaled; k, v: (tokens, kv_heads, d);
+// logsums: (tokens, kv_heads, group), for the gradient.
+extern "C" void tree_attend(const float* q, const float* k, const float* v, float* out, float* logsums,
+                            const int64_t* stretches, const int64_t* spans, int64_t count, int64_t kv_heads,
+                            int64_t group, int64_t d) {
+    const std::vector<Stretch> pieces = cut(stretches, spans, count, group);
+    const int64_t stride = kv_heads * d;
+#pragma omp parallel
+    {
+        std::vector<float> scores, queries, sums, logs;
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t work = 0; work < static_cast<int64_t>(pieces.size()) * kv_heads; work++) {
+            const Stretch& piece = pieces[work / kv_heads];
+            const int64_t head = work % kv_heads, many = (piece.end - piece.first) * group, width = piece.width();
+            queries.resize(many * d);
+            sums.assign(many * d, 0.0f);
+            logs.resize(many);
+            scores.resize(many * width);
+            gather(q, queries.data(), piece, kv_heads, head, group * d);
+            each_span(piece, [&](int64_t at, int64_t first, int64_t n) {
+                multiply(queries.data(), Rows<float>{k + first * stride + head * d, stride}, &scores[at], many, n, d, width);
+            });
+            for (int64_t i = 0; i < many; i++) logs[i] = softmax(&scores[i * width], piece.seen + i / group + 1, width);
+            each_span(piece, [&](int64_t at, int64_t first, int64_t n) {
+                add_product(&scores[at], 1, width, Rows<float>{v + first * stride + head * d, stride}, sums.data(), d, many, n, d);
+            });
+            scatter(sums.data(), out, piece, kv_heads, head, group * d);
+            scatter(logs.data(), logsums, piece, kv_heads, head, group);
+        }
+    }
+}
+
+// Gradients of `tree_attend`. grad_k and grad_v: (parts, tokens, kv_heads, d), to be summed by the caller: pieces of
+// different parts may add to the same keys at the same time. All gradients are zero at first.
+extern "C" void tree_attend_backward(const float* grad, const float* q, const float* k, const float* v,
+                                     const float* out, const float* logsums, float* grad_q, float* grad_k,
+                                     float* grad_v, const int64_t* stretches, const int64_t* spans, int64_t count,
+                                     int64_t tokens, int64_t kv_heads, int64_t group, int64_t d, int64_t parts) {
+    const std::vector<Stretch> pieces = cut(stretches, spans, count, group);
+    const int64_t stride = kv_heads * d;
+#pragma omp parallel for schedule(static, 1)
+    for (int64_t work = 0; work < kv_heads * parts; work++) {
+        const int64_t head = work % kv_heads, part = work / kv_heads;
+        float* const part_k = grad_k + part * tokens * stride + head * d;
+        float* const part_v = grad_v + part * tokens * stride + head * d;
+        std::vector<float> weights, changes, queries, grads, outs, sums, logs;
+        for (size_t number = part; number < pieces.size(); number += parts) {
+            const Stretch& piece = pieces[number];
+            const int64_t many = (piece.end - piece.first) * group, width = piece.width();
+            for (auto* rows : {&queries, &grads, &outs}) rows->resize(many * d);
+            sums.assign(many * d, 0.0f);
+            logs.resize(many);
+            weights.resize(many * width);
+            changes.resize(many * width);
+            gather(q, queries.data(), piece, kv_heads, head, group * d);
+            gather(grad, grads.data(), piece, kv_heads, head, group * d);
+            gather(out, outs.data(), piece, kv_heads, head, group * d);
+            gather(logsums, logs.data(), piece, kv_heads, head, group);
+            each_span(piece, [&](int64_t at, int64_t first, int64_t n) {
+                const int64_t from = first * stride + head * d;
+                multiply(queries.data(), Rows<float>{k + from, stride}, &weights[at], many, n, d, width);
+                multiply(grads.data(), Rows<float>{v + from, stride}, &changes[at], many, n, d, width);
+            });
+            for (int64_t i = 0; i < many; i++) {
+                // Softmax's gradient is p * (dp - sum(p * dp)); that sum is the product of an output and its gradient.
+                float product = 0;
+                for (int64_t j = 0; j < d; j++) product += grads[i * d + j] * outs[i * d + j];
+                const int64_t seen = piece.seen + i / group + 1;
+                float *p = &weights[i * width], *change = &changes[i * width];
+                const float log = logs[i];
+#pragma omp simd
+                for (int64_t t = 0; t < seen; t++) {
+                    p[t] = std::exp(p[t] - log);
+                    change[t] = p[t] * (change[t] - product);
+                }
+                std::fill(p + seen, p + width, 0.0f);
+                std::fill(change + seen, change + width, 0.0f);
+            }
+            each_span(piece, [&](int64_t at, int64_t first, int64_t n) {
+                const int64_t to = first * stride;
+                add_product(&changes[at], 1, width, Rows<float>{k + to + head * d, stride}, sums.data(), d, many, n, d);
+                add_product(&changes[at], width, 1, Rows<float>{queries.data(), d}, part_k + to, stride, n, many, d);
+                add_product(&weights[at], width, 1, Rows<float>{grads.data(), d}, part_v + to, stride, n, many, d);
+            });
+            scatter(sums.data(), grad_q, piece, kv_heads, head, group * d);
+        }
+    }
+}
+
+// y = x * scale * weight for rows (rows, d), with scale = 1 / sqrt(mean(x^2) + eps), which is kept for the gradient.
+extern "C" void rms_norm(const float* x, const float* weight, float* y, float* scale, int64_t rows, int64_t d,
+                         float eps) {
+#pragma omp parallel for schedule(static)
+    for (int64_t row = 0; row < rows; row++) {
+        const float* in = x + row * d;
+        float squares = 0;
+#pragma omp simd reduction(+ : squares)
+        for (int64_t j = 0; j < d; j++) squares += in[j] * in[j];
+        const float by = scale[row] = 1 / std::sqrt(squares / d + eps);
+#pragma omp simd
+        for (int64_t j = 0; j < d; j++) y[row * d + j] = in[j] * by * weight[j];
+    }
+}
+
+// Gradients of `rms_norm`. `grad_weight` (d) is summed over pieces of rows, whose order is always the same.
+extern "C" void rms_norm_backward(const float* grad, const float* x, const float* weight, const float* scale,
+                                  float* grad_x, float* grad_weight, int64_t rows, int64_t d) {
+    constexpr int64_t PIECES = 32;
+    std::vector<float> sums(PIECES * d, 0.0f);
+#pragma omp parallel for schedule(static)
+    for (int64_t piece = 0; piece < PIECES; piece++) {
+        float* __restrict sum = sums.data() + piece * d;
+        for (int64_t row = piece * rows / PIECES; row < (piece + 1) * rows / PIECES; row++) {
+            const float *in = x + row * d, *g = grad + row * d;
+            float product = 0;
+#pragma omp simd reduction(+ : product)
+            for (int64_t j = 0; j < d; j++) product += g[j] * weight[j] * in[j];
+            const float by = scale[row], pull = product * by * by * by / d;
+#pragma omp simd
+            for (int64_t j = 0; j < d; j++) {
+                grad_x[row * d + j] = g[j] * weight[j] * by - in[j] * pull;
+                sum[j] += g[j] * in[j] * by;
+            }
+        }
+    }
+    std::fill(grad_weight, grad_weight + d, 0.0f);
+    for (int64_t piece = 0; piece < PIECES; piece++)
+        for (int64_t j = 0; j < d; j++) grad_weight[j] += sums[piece * d + j];
+}
+
+// Rotary embedding of x (rows, heads, d) by tables (positions, d); with sign -1 its transpose, which is its gradient.
+extern "C" void rotate(const float* x, const float* cosines, const float* sines, const int64_t* positions, float* y,
+                       int64_t rows, int64_t heads, int64_t d, float sign) {
+    const int64_t half = d / 2;
+#pragma omp parallel for schedule(static)
+    for (int64_t row = 0; row < rows; row++) {
+        const float *c = cosines + positions[row] * d, *s = sines + positions[row] * d;
+        for (int64_t head = 0; head < heads; head++) {
+            const int64_t at = (row * heads + head) * d;
+            turn(x + at, c, s, y + at, half, sign);
+        }
+    }
+}
+
+// y = silu(gate) * up, number by number.
+extern "C" void swiglu(const float* gate, const float* up, float* y, int64_t n) {
+#pragma omp parallel for simd schedule(static)
+    for (int64_t i = 0; i < n; i++) y[i] = silu(gate[i]) * up[i];
+}
+
+extern "C" void swiglu_backward(const float* grad, const float* gate, const float* up, float* grad_gate, float* grad_up,
+                                int64_t n) {
+#pragma omp parallel for simd schedule(static)
+    for (int64_t i = 0; i < n; i++) {
+        const float sigmoid = 1 / (1 + std::exp(-gate[i]));
+        grad_up[i] = grad[i] * gate[i] * sigmoid;
+        grad_gate[i] = grad[i] * up[i] * sigmoid * (1 + gate[i] * (1 - sigmoid));
+    }
+}
