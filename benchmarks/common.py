@@ -17,11 +17,13 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
@@ -147,9 +149,13 @@ def generate(model: Any, prompts: list[list[int]], tokens: int, end: list[int] |
 def _processor_seconds() -> tuple[float, float]:
     """What all processes have used, and this one with its children."""
     values = [int(value) for value in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
-    own = os.times()
+    own = 0.0
+    for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):
+            times = process.cpu_times()
+            own += times.user + times.system
     everybody = (sum(values) - values[3] - values[4]) / os.sysconf("SC_CLK_TCK")
-    return everybody, own.user + own.system + own.children_user + own.children_system
+    return everybody, own
 
 
 class _Watch:
@@ -274,14 +280,14 @@ def machine() -> dict[str, Any]:
 
 
 def write_results(name: str, measured: Iterable[dict[str, Any]]) -> None:
-    """Print rows as they are measured; keep them as JSON, and print a Markdown table."""
+    """Print rows and keep them as JSON, each as soon as it is measured; print a Markdown table of them all."""
+    RESULTS.mkdir(parents=True, exist_ok=True)
     rows = []
     for row in measured:
         rows.append(row)
         print(row, flush=True)
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    content = {"machine": machine(), "rows": rows}
-    (RESULTS / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
+        content = {"machine": machine(), "rows": rows}
+        (RESULTS / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
     print(table(rows), flush=True)
 
 

