@@ -33,10 +33,12 @@ def service_model(role: str, seed: int) -> ChatModelBase:
 
 def settings_for(train: str) -> list[str]:
     """The settings that train these roles; hostile ones need weights of their own, and past opponents."""
+    name = "experiment_name=werewolves-" + train.replace(",", "-")
     if train != "all":
-        return [f"workflow.trainable_targets=[{train}]"]
+        return [name, f"workflow.trainable_targets=[{train}]"]
     village = ",".join(role for role in dict.fromkeys(ROLES) if role != WEREWOLF)
     return [
+        name,
         f"workflow.trainable_targets=[{WEREWOLF},{village}]",
         "roles.adapters=per_role",
         f"roles.opponent_pool.teams=[[{WEREWOLF}],[{village}]]",
