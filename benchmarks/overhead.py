@@ -77,13 +77,12 @@ def main(rounds: Annotated[int, typer.Option(help="Measured rounds.")] = 5) -> N
     watch.time(decoder, "hidden", "transformer")
     watch.time(decoder, "logits", "transformer")
     tasks = load_tasks(config.train_dataset)
+    judge = JudgeRunner(MathJudge())
     ways = {"model": PlainAgent, "ReActAgent": MathAgent, "openai": OpenAIAgent}
     measured: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
 
     async def once(way: str, number: int) -> dict[str, float]:
-        rollout = Rollout(
-            WorkflowRunner(ways[way]), JudgeRunner(MathJudge()), engine.model, config.workflow, config.seed, {}
-        )
+        rollout = Rollout(WorkflowRunner(ways[way]), judge, engine.model, config.workflow, config.seed, {})
         watch.seconds.clear()
         begun = time.perf_counter()
         batch = tasks[number * TASKS : (number + 1) * TASKS]

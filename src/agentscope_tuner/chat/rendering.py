@@ -55,12 +55,16 @@ class ChatRenderer:
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         # The episodes of a group begin with one prompt.
         self._encode = lru_cache(maxsize=1024)(self._tokenize)
+        self._write = lru_cache(maxsize=1024)(self._apply_template)
 
     def text(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> str:
         """The prompt as the template writes it, ready for the assistant's turn."""
+        return self._write(json.dumps([*messages]), json.dumps([*tools]) if tools else "null")
+
+    def _apply_template(self, messages: str, tools: str) -> str:
         rendered = self.tokenizer.apply_chat_template(
-            list(messages),
-            tools=[dict(tool) for tool in tools] if tools else None,
+            json.loads(messages),
+            tools=json.loads(tools),
             tokenize=False,
             add_generation_prompt=True,
             **self._options,
@@ -93,14 +97,18 @@ class Prompt:
     """A rendered prompt."""
 
     ids: list[int]
-    text: str
-    """What the template writes for these messages; `ids` may spell recorded replies differently."""
     messages: list[Message]
     tools: list[dict[str, Any]] | None
     node: int
     """Where these messages end in the conversation's message trie."""
     extends: int | None
     """The recorded call whose prompt and completion ids begin `ids`."""
+    renderer: ChatRenderer
+
+    @property
+    def text(self) -> str:
+        """What the template writes for these messages; `ids` may spell recorded replies differently."""
+        return self.renderer.text(self.messages, self.tools)
 
 
 @dataclass(slots=True)
@@ -137,12 +145,12 @@ class Conversation:
             node = self._step(node, _key(message))
             if node in self._call_at:
                 recorded.append((i, self._call_at[node]))
-        text = self._renderer.text(plain, schema)
         for position, call in reversed(recorded):
             ids = self._extend(call, position, plain, schema)
             if ids is not None:
-                return Prompt(ids, text, plain, schema, node, extends=call)
-        return Prompt(self._renderer.encode(text), text, plain, schema, node, extends=None)
+                return Prompt(ids, plain, schema, node, call, self._renderer)
+        ids = self._renderer.encode(self._renderer.text(plain, schema))
+        return Prompt(ids, plain, schema, node, None, self._renderer)
 
     def add(self, prompt: Prompt, completion_ids: list[int], reply: Reply) -> int:
         """Record a reply; returns the index of the call."""
