@@ -271,6 +271,7 @@ class StepMetrics:
     """Tokens the learner ran forward; what prefix sharing leaves of prompts and completions."""
     time_rollout_s: float = 0.0
     time_train_s: float = 0.0
+    """With `algorithm.max_staleness` the next step's rollout goes on meanwhile, and is waited for."""
     time_eval_s: float = 0.0
     loss: float | None = None
     grad_norm: float | None = None

@@ -373,7 +373,7 @@ class TunerConfig(_Config):
         updates = algorithm.epochs_per_batch * algorithm.updates_per_epoch
         if fixed and updates == 1 and algorithm.max_staleness == 0:
             for key in ("clip_low", "clip_high"):
-                if self.algorithm.sets(key):
+                if algorithm.sets(key):
                     refuse(f"algorithm.{key}", "with one on-policy update per batch the probability ratio is 1")
         if self.eval_dataset is None:
             if self.algorithm.sets("eval_interval_steps"):

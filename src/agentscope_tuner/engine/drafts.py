@@ -45,10 +45,7 @@ class Drafts:
         """At most `most` tokens that probably follow; none where nothing is sure."""
         key = tuple(ids[-_CONTEXT:])
         guessed: list[int] = []
-        while len(guessed) < most:
-            token, strength = self._next.get(key, (0, 0))
-            if strength < _SURE:
-                break
-            guessed.append(token)
-            key = (*key[1:], token)
+        while len(guessed) < most and (found := self._next.get(key)) is not None and found[1] >= _SURE:
+            guessed.append(found[0])
+            key = (*key[1:], found[0])
         return guessed

@@ -125,17 +125,24 @@ class ModelRunner:
         trunks: list[Prefix] = []
         wanted: list[int] = []
         for slot, n, last in spans:
-            start = slot.cached
+            start, trunk = slot.cached, slot.trunk
             offset, number = 0, -1
-            if slot.trunk is not None:
-                offset, number = len(slot.trunk.ids), numbers.setdefault(id(slot.trunk), len(trunks))
+            if trunk is not None:
+                offset, number = len(trunk.ids), numbers.setdefault(trunk.number, len(trunks))
                 if number == len(trunks):
-                    trunks.append(slot.trunk.cache)
-            ids += slot.ids[start : start + n]
-            slots += [slot.index] * n
-            own += range(start, start + n)
-            offsets += [offset] * n
-            trunk_of += [number] * n
+                    trunks.append(trunk.cache)
+            if n == 1:  # nearly always: lists of one would cost more than all the rest
+                ids.append(slot.ids[start])
+                slots.append(slot.index)
+                own.append(start)
+                offsets.append(offset)
+                trunk_of.append(number)
+            else:
+                ids += slot.ids[start : start + n]
+                slots += [slot.index] * n
+                own += range(start, start + n)
+                offsets += [offset] * n
+                trunk_of += [number] * n
             if speakers and speakers[-1][0] == slot.adapter:
                 speakers[-1] = (slot.adapter, speakers[-1][1] + n)
             else:

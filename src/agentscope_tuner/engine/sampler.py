@@ -326,27 +326,37 @@ class Sampler:
         self._guess(decoding)
         plan = self._runner.plan([r.slot for r in decoding], [r.slot for r in prefilling])
         requests = sorted((r for r in (*decoding, *prefilling) if r.slot in plan), key=lambda r: r.slot.row_order)
-        complete = [request for request in requests if plan[request.slot] == request.slot.missing]
-        wanted = {request.slot: len(request.guess) + 1 for request in complete}
-        hidden = self._runner.hidden([Span(r.slot, plan[r.slot], wanted.get(r.slot, 0)) for r in requests])
-        self.rows_decoded += sum(plan.get(request.slot, 0) for request in decoding)
-        self.tokens_prefilled += sum(plan.get(request.slot, 0) for request in prefilling)
+        spans: list[Span] = []
+        complete: list[_Request] = []
         for request in requests:
-            del request.slot.ids[len(request.slot.ids) - len(request.guess) :]
-            if request.slot not in wanted:
-                request.slot.cached += plan[request.slot]
+            slot, tokens, wanted = request.slot, plan[request.slot], 0
+            if tokens == slot.missing:
+                wanted = len(request.guess) + 1
+                complete.append(request)
+            spans.append(Span(slot, tokens, wanted))
+        hidden = self._runner.hidden(spans)
+        for request, (slot, tokens, wanted) in zip(requests, spans, strict=True):
+            if request.guess:
+                del slot.ids[-len(request.guess) :]
+            if not wanted:
+                slot.cached += tokens
+        prefilled = sum(plan.get(request.slot, 0) for request in prefilling)
+        self.tokens_prefilled += prefilled
+        self.rows_decoded += sum(plan.values()) - prefilled
+        drawing = set(complete)
         self._decoding = [request for request in decoding if request.slot not in plan]
-        self._prefilling = [request for request in prefilling if request.slot not in wanted]
+        self._prefilling = [request for request in prefilling if request not in drawing]
         if complete:
             self._draw(complete, hidden)
 
     def _guess(self, requests: list[_Request]) -> None:
         """Append to each sequence what may come after its last token, to be run with it."""
         most = min(self._draft_tokens, self._prefill_tokens // max(1, len(requests)) - 1)
+        guess = self._drafts.guess
         for request in requests:
-            left = request.budget - len(request.token_ids) - 1
-            request.guess = self._drafts.guess(request.slot.ids, min(most, left))
-            request.slot.ids += request.guess
+            if guessed := guess(request.slot.ids, min(most, request.budget - len(request.token_ids) - 1)):
+                request.guess = guessed
+                request.slot.ids += guessed
 
     def _draw(self, requests: list[_Request], hidden: Tensor) -> None:
         """Draw the next token of each request, and those after it as long as the one before was guessed.
@@ -372,7 +382,8 @@ class Sampler:
     def _accept(self, request: _Request, tokens: list[int], logprobs: list[float]) -> None:
         """Take what was drawn: the first token, and each whose predecessor was guessed."""
         slot, guess = request.slot, request.guess
-        request.guess = []
+        if guess:
+            request.guess = []
         for token, logprob, guessed in zip(tokens, logprobs, (*guess, None), strict=True):
             # Everything before a token was run to draw it.
             slot.cached = len(slot.ids)
