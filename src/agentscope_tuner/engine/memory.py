@@ -6,7 +6,10 @@ scores are never kept.
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -87,6 +90,22 @@ def _kept(loaded: LoadedModel, forward: Forward, kernels: NativeKernels | None, 
         hidden = run_tree(forward, tree, loaded.device, kernels)
     del hidden
     return sum(kept.values())
+
+
+def give_back() -> None:
+    """Give free memory back to the system, where the C library is GNU's.
+
+    It keeps what activations leave, cut to pieces by what came between, so that passes of other lengths do not fit into
+    it and the process grows from step to step.
+    """
+    trim = _malloc_trim()
+    if trim is not None:
+        trim(0)
+
+
+@cache
+def _malloc_trim() -> Any:
+    return getattr(ctypes.CDLL(None), "malloc_trim", None)
 
 
 def micro_batch_tokens(
