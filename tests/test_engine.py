@@ -29,7 +29,8 @@ from agentscope_tuner.algorithms import Datum, weigh
 from agentscope_tuner.algorithms.distributions import draw_tokens
 from agentscope_tuner.algorithms.losses import policy_loss
 from agentscope_tuner.config import AlgorithmConfig, EngineConfig, LoraConfig, TunerModelConfig
-from agentscope_tuner.engine import decoder
+from agentscope_tuner.engine import decoder, model_runner
+from agentscope_tuner.engine.attention import KVCache
 from agentscope_tuner.engine.decoder import FusedDecoder, ModuleDecoder, NativeDecoder
 from agentscope_tuner.engine.learner import Learner
 from agentscope_tuner.engine.models import layer_weight, load_model
@@ -70,6 +71,24 @@ def test_log_probabilities_of_sampler_learner_and_transformers_agree(tiny_model_
         recorded = torch.tensor(call.logprobs)
         assert (recorded - ours).abs().max() < 1e-4
         assert (recorded - plain_logprobs(loaded, call).detach()).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("trunks", [True, False])
+def test_padded_rows_see_their_prefix_in_place_or_as_a_copy(
+    trunks: bool, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[int] = []
+    take = KVCache.take
+    monkeypatch.setattr(KVCache, "take", lambda *args: taken.append(1) or take(*args))
+    monkeypatch.setattr(model_runner, "_TRUNK_NUMBERS", 0 if trunks else 2**62)
+    loaded = load(tiny_model_dir)
+    sampler = start(loaded, fast_decoder=False)
+    calls = play(loaded, sampler, shared=150)
+    assert bool(taken) == trunks
+    assert sampler.tokens_prefilled < sum(len(call.prompt_ids) for call in calls) / 4
+    for call in calls:
+        gap = (torch.tensor(call.logprobs) - plain_logprobs(loaded, call).detach()).abs().max()
+        assert gap < 1e-4
 
 
 def test_an_altered_token_is_noticed_before_any_update(tiny_model_dir: Path) -> None:

@@ -25,8 +25,9 @@ from agentscope_tuner.policy import SamplingParams
 
 _SCORE_ELEMENTS = 2**26
 """Attention scores computed at once during prefill."""
-
-
+_TRUNK_NUMBERS = 2**19
+"""Where rows are padded, those that share a trunk are attended by themselves, which takes some 100 us of calls a step
+and layer. So long it takes to read this many numbers of keys and values."""
 _BESIDE_DECODING = 512
 """Prompt tokens computed in a step in which others draw, so that it does not hold them up for long."""
 
@@ -69,6 +70,10 @@ class ModelRunner:
         self.flat = kernels is not None
         """Every token is a row of its own, and nothing is padded: compiled attention reads the keys and values of a
         sequence once for all of its rows."""
+
+    def worth_a_trunk(self, sequences: int, tokens: int) -> bool:
+        """Whether so many sequences should share their first tokens in place, rather than by a copy for each."""
+        return self.flat or sequences * tokens * self.cache.token_size >= _TRUNK_NUMBERS
 
     def plan(self, decoding: Sequence[Slot], prefilling: Sequence[Slot]) -> dict[Slot, int]:
         """Which slots' missing tokens to compute at once, and how many of each."""

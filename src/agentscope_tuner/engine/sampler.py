@@ -276,6 +276,8 @@ class Sampler:
             first, last = min(prompts), max(prompts)
             # At least one token of every prompt has to be run to get its logits.
             shared = min(common_prefix(first, last), min(map(len, prompts)) - 1)
+            if not self._runner.worth_a_trunk(len(prompts), shared):
+                continue
             scratch = self._slots.victim()
             self._slots.fill(scratch, adapter, None, first[:shared], 0)
             while scratch.missing:
