@@ -541,3 +541,21 @@ def test_a_forward_pass_with_other_gradients_is_not_used(tiny_model_dir: Path, m
     wrong = NativeKernels.swiglu_backward
     monkeypatch.setattr(NativeKernels, "swiglu_backward", lambda *args: tuple(1.001 * grad for grad in wrong(*args)))
     assert choose_forward(loaded, native_kernels()) == loaded.hidden_states
+
+
+def test_waiting_in_vain_is_unlearned_only_by_waiting_with_success(tiny_model_dir: Path) -> None:
+    sampler = start(load(tiny_model_dir), patience_ms=200)
+
+    async def episode(name: str, pause: float) -> None:
+        sampler.open_episode(name)
+        await asyncio.sleep(pause)
+        await sampler.sample([5, 6, 7], SamplingParams(max_tokens=30), episode_id=name)
+        sampler.close_episode(name)
+
+    async def everything(*pauses: float) -> None:
+        await asyncio.gather(*(episode(f"e{i}", pause) for i, pause in enumerate(pauses)))
+
+    asyncio.run(everything(0.0, 0.6))  # the second one calls a slow tool first
+    assert sampler._patience == pytest.approx(0.1)
+    asyncio.run(everything(0.0, 0.02))
+    assert sampler._patience == pytest.approx(0.2)

@@ -11,6 +11,7 @@ import asyncio
 import itertools
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -236,22 +237,21 @@ class Sampler:
     async def _settle(self) -> None:
         """Let every open episode that can run do so, until all of them wait or patience ends."""
         await asyncio.sleep(0)
+        if not self._away:
+            return
         # Patience is spent in slices, so that a pause of the whole process costs one of them, not all.
         for _ in range(int(self._patience / _PATIENCE_SLICE_S)):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_PATIENCE_SLICE_S):
+                    await self._quiet.wait()
             if not self._away:
                 self._patience = min(self._patience * 2, self._most_patience)
                 return
-            try:
-                async with asyncio.timeout(_PATIENCE_SLICE_S):
-                    await self._quiet.wait()
-            except TimeoutError:
-                pass
-        if self._away:
-            # Slow ones are not waited for again until they have come back; and where waiting proves useless, as with
-            # tools that call over a network, there is less and less of it.
-            self._patience = max(self._patience / 2, _PATIENCE_SLICE_S)
-            self._away.clear()
-            self._quiet.set()
+        # Slow ones are not waited for again until they have come back; and where waiting proves useless, as with tools
+        # that call over a network, there is less and less of it.
+        self._patience = max(self._patience / 2, min(_PATIENCE_SLICE_S, self._most_patience))
+        self._away.clear()
+        self._quiet.set()
 
     def _admit(self) -> None:
         """Give waiting requests their slots."""
