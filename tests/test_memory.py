@@ -17,7 +17,7 @@ from agentscope_tuner.errors import ConfigError
 
 # A process of its own, so that the peak is that of these steps.
 STEPS = """
-import random, resource, sys
+import random, re, sys
 from engine_tools import load
 from agentscope_tuner.algorithms import Datum
 from agentscope_tuner.config import AlgorithmConfig, EngineConfig
@@ -35,12 +35,12 @@ calls = [ModelCall("a", [], None, draw(tokens, k=100), draw(tokens, k=300), [0.0
 datums = [Datum(call, (-1.0) ** i, 1 / 12_000, i) for i, call in enumerate(calls)]
 learner.accumulate(datums[:1])
 learner.optimizer.zero_grad()
-def held():
-    return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize() / 1e9
-before = held()
+def gb(what):  # `getrusage` would begin with what the parent process holds
+    return int(re.search(what + r":\\s+(\\d+) kB", open("/proc/self/status").read())[1]) * 1024 / 1e9
+before = gb("VmRSS")
 for _ in range(2):
     learner.train([datums], on_policy=False)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9 - before, held() - before)
+print(gb("VmHWM") - before, gb("VmRSS") - before)
 """
 
 
