@@ -22,7 +22,7 @@ from agentscope_tuner.algorithms.distributions import temper, truncate
 from agentscope_tuner.algorithms.losses import entropy, k3_divergence, policy_loss
 from agentscope_tuner.algorithms.packing import PackedTree, pack
 from agentscope_tuner.config import AlgorithmConfig, EngineConfig
-from agentscope_tuner.engine.memory import give_back, micro_batch_tokens
+from agentscope_tuner.engine.memory import micro_batch_tokens
 from agentscope_tuner.engine.models import LoadedModel
 from agentscope_tuner.engine.optimizer import Optimizer
 from agentscope_tuner.engine.products import onednn_products
@@ -173,7 +173,6 @@ class Learner:
                 setattr(total, name, getattr(total, name) + getattr(one, name) / len(passes))
             total.tokens_trained += one.tokens_trained
             total.tokens_packed += one.tokens_packed
-        give_back()
         return total
 
     def _gradient(

@@ -7,6 +7,7 @@ scores are never kept.
 from __future__ import annotations
 
 import ctypes
+import sys
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -105,7 +106,7 @@ def give_back() -> None:
 
 @cache
 def _malloc_trim() -> Any:
-    return getattr(ctypes.CDLL(None), "malloc_trim", None)
+    return getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform.startswith("linux") else None
 
 
 def micro_batch_tokens(

@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from agentscope_tuner.engine.memory import give_back
 from agentscope_tuner.engine.models import LoadedModel
 
 
@@ -58,4 +59,5 @@ class Optimizer:
                     parameter.copy_(self.masters[name])
                 self.masters[name].grad = None
                 parameter.grad = None
+        give_back()
         return math.hypot(*norms)
