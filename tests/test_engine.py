@@ -31,7 +31,7 @@ from agentscope_tuner.algorithms.losses import policy_loss
 from agentscope_tuner.config import AlgorithmConfig, EngineConfig, LoraConfig, TunerModelConfig
 from agentscope_tuner.engine import decoder, model_runner
 from agentscope_tuner.engine.attention import KVCache
-from agentscope_tuner.engine.decoder import FusedDecoder, ModuleDecoder, NativeDecoder
+from agentscope_tuner.engine.decoder import FusedDecoder, ModuleDecoder, NativeDecoder, WholeDecoder
 from agentscope_tuner.engine.learner import Learner
 from agentscope_tuner.engine.models import layer_weight, load_model
 from agentscope_tuner.engine.native import NativeKernels, native_kernels
@@ -316,7 +316,7 @@ def save_family(family: str, tiny_model_dir: Path, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
-@pytest.mark.parametrize("kind", [FusedDecoder, NativeDecoder])
+@pytest.mark.parametrize("kind", [FusedDecoder, NativeDecoder, WholeDecoder])
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 4e-2)])
 def test_fused_families_and_grouped_heads(
     family: str, kind: type, dtype: str, tolerance: float, tiny_model_dir: Path, tmp_path: Path,
@@ -324,6 +324,8 @@ def test_fused_families_and_grouped_heads(
 ) -> None:  # fmt: skip
     if kind is FusedDecoder:
         monkeypatch.setattr(decoder, "native_kernels", lambda: None)
+    if kind is NativeDecoder:
+        monkeypatch.setattr(decoder, "_SMALL_LAYER", 0)
     directory = tiny_model_dir if family == "qwen3" else save_family(family, tiny_model_dir, tmp_path)
     engine = EngineConfig(device="cpu", dtype=dtype)
     loaded = load_model(TunerModelConfig(model_path=str(directory), max_model_len=512), engine)

@@ -15,7 +15,7 @@ import torch
 from engine_tools import load, start
 
 from agentscope_tuner.algorithms.distributions import draw_tokens
-from agentscope_tuner.engine import attention, native
+from agentscope_tuner.engine import attention, decoder, native
 from agentscope_tuner.engine.native import native_kernels
 from agentscope_tuner.policy import Sample, SamplingParams
 
@@ -65,16 +65,18 @@ def prompts() -> list[list[int]]:
     return [shared + tail for tail in tails] + [tail[::-1] for tail in tails]
 
 
-@pytest.mark.parametrize("how", ["compiled", "row by row"])
+@pytest.mark.parametrize("how", ["forward", "attend", "row by row"])
 def test_every_way_of_attention_samples_the_same(
     how: str, tiny_model_dir: Path, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = sampled(tiny_model_dir, prompts, fast_decoder=False)
-    if how == "compiled":
+    if how != "row by row":
         assert native_kernels() is not None
         calls: list[int] = []
-        compiled = native.NativeKernels.attend
-        monkeypatch.setattr(native.NativeKernels, "attend", lambda *args: calls.append(1) or compiled(*args))
+        compiled = getattr(native.NativeKernels, how)
+        monkeypatch.setattr(native.NativeKernels, how, lambda *args, **k: calls.append(1) or compiled(*args, **k))
+        if how == "attend":  # layer by layer, as for models that are not small
+            monkeypatch.setattr(decoder, "_SMALL_LAYER", 0)
         assert difference(sampled(tiny_model_dir, prompts), plain) < 1e-5
         assert calls
     else:

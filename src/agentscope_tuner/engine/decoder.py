@@ -7,7 +7,7 @@ library. It is used only when it agrees with the modules on a probe.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import groupby, product
 from operator import itemgetter
 from typing import Any, Protocol
 
@@ -18,11 +18,14 @@ from torch import Tensor, nn
 from agentscope_tuner.config import EngineConfig
 from agentscope_tuner.engine.attention import CausalLayout, KVCache, RowLayout, SlotLayout
 from agentscope_tuner.engine.models import LoadedModel, agree, layer_weight, low_rank_update
-from agentscope_tuner.engine.native import NativeKernels, native_kernels
+from agentscope_tuner.engine.native import TILE, NativeKernels, native_kernels, to_tiles
 
 FUSED_FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 """Architectures made of RMSNorm, rotary attention (with or without query-key norms) and a gated MLP."""
 
+
+_SMALL_LAYER = 2**22
+"""A layer of at most so many bytes is small: it stays in the cache that a processor's core has for itself."""
 
 CacheLayout = CausalLayout | SlotLayout | RowLayout
 Speakers = Sequence[tuple[str, int]]
@@ -78,17 +81,17 @@ class _Linear:
         weights = [layer_weight(layer, merged=not adapters) for layer in layers]
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
         given = [layer.bias.detach() for layer in layers if getattr(layer, "bias", None) is not None]
-        self._bias = torch.cat(given) if given else None
+        self.bias = torch.cat(given) if given else None
         self._packed = packed
         self._updates = {name: update for name in adapters if (update := _join_updates(layers, name)) is not None}
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), rows) if packed else weight
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), rows) if packed else weight
 
     def __call__(self, x: Tensor, speakers: Speakers = ()) -> Tensor:
         out: Tensor
         if self._packed:
-            out = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
+            out = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
         else:
-            out = F.linear(x, self._weight, self._bias)
+            out = F.linear(x, self.weight, self.bias)
         if self._updates:
             row = 0
             for adapter, rows in speakers:
@@ -146,6 +149,9 @@ def rotary_table(loaded: LoadedModel) -> tuple[Tensor, Tensor]:
 class FusedDecoder:
     """A hand-written forward pass for `FUSED_FAMILIES`."""
 
+    packs_layers = True
+    """Whether the weights of the layers are packed where those of the head are."""
+
     def __init__(self, loaded: LoadedModel, rows: int, *, packed: bool) -> None:
         self._loaded = loaded
         self._rows = rows
@@ -165,7 +171,8 @@ class FusedDecoder:
         base = self._loaded.model.get_decoder()
         self._embedding = base.embed_tokens.weight.detach()
         adapters = (*self._loaded.adapters, *self._loaded.versions)
-        self._layers = [_Layer(block, adapters, self._rows, self._packed) for block in base.layers]
+        packed = self._packed and self.packs_layers
+        self._layers = [_Layer(block, adapters, self._rows, packed) for block in base.layers]
         self._norm = base.norm.weight.detach()
         self._head = _Linear([self._loaded.head], (), self._rows, self._packed)
 
@@ -226,6 +233,51 @@ class NativeDecoder(FusedDecoder):
         return kernels.add_norm(x, y, self._norm, self._eps)[:, None]
 
 
+class WholeDecoder(NativeDecoder):
+    """The same for small models without adapters: all layers in one call, every thread with rows of its own.
+
+    Between products of small matrices, making calls and waiting for the other threads takes longer than computing.
+    """
+
+    packs_layers = False
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Read the weights again."""
+        super().refresh()
+        self._tensors: list[Tensor] = []  # they are read by address
+        self._places = torch.tensor([self._place(layer) for layer in self._layers])
+
+    def _place(self, layer: _Layer) -> list[int]:
+        """A `Layer` of `kernels/sampler.cpp`, without keys and values."""
+
+        def address(tensor: Tensor | None) -> int:
+            if tensor is None:
+                return 0
+            self._tensors.append(tensor)
+            return tensor.data_ptr()
+
+        place = [address(norm) for norm in (layer.norm_in, layer.norm_mid, *(layer.norms or (None, None)))]
+        for linear in (layer.qkv, layer.out, layer.gate_up, layer.down):
+            outputs, inputs = linear.weight.shape
+            tiles = to_tiles(F.pad(linear.weight, (0, 0, 0, -outputs % TILE)))
+            place += [address(tiles), address(linear.bias), inputs, outputs]
+        return [*place, 0, 0]
+
+    def hidden(self, ids: Tensor, positions: Tensor, layout: CacheLayout, speakers: Speakers = ()) -> Tensor:
+        """(B, 1) token ids and absolute positions to (B, 1, D)."""
+        assert isinstance(layout, RowLayout)
+        cache = layout.cache
+        for index, (keys, values) in enumerate(zip(cache.keys, cache.values, strict=True)):
+            self._places[index, -2], self._places[index, -1] = keys.data_ptr(), values.data_ptr()
+        return layout.kernels.forward(
+            F.embedding(ids[:, 0], self._embedding).float(), self._places, self._norm, self._table,
+            positions[:, 0].contiguous(), layout.slots, layout.own, layout.lengths, layout.trunks, layout.trunk_of,
+            heads=self._heads, kv_heads=self._kv_heads, capacity=cache.capacity, scaling=self._layers[0].scaling,
+            eps=self._eps,
+        )[:, None]  # fmt: skip
+
+
 def cache_shape(loaded: LoadedModel) -> tuple[int, int, int]:
     """Layers, key-value heads, and numbers per head."""
     config = loaded.model.config.get_text_config()
@@ -262,8 +314,10 @@ def choose_decoder(loaded: LoadedModel, rows: int, engine: EngineConfig) -> Deco
         return modules
     expected = _probe(modules, loaded, None)
     kernels = kernels_for(loaded, engine)
-    kind = FusedDecoder if kernels is None else NativeDecoder
-    for packed in (True, False) if loaded.device.type == "cpu" else (False,):
+    kinds: list[type[FusedDecoder]] = [FusedDecoder if kernels is None else NativeDecoder]
+    if kernels is not None and not loaded.adapters and _layer_bytes(loaded) <= _SMALL_LAYER:
+        kinds.insert(0, WholeDecoder)
+    for kind, packed in product(kinds, (True, False) if loaded.device.type == "cpu" else (False,)):
         try:
             candidate = kind(loaded, rows, packed=packed)
             found = _probe(candidate, loaded, kernels)
@@ -272,6 +326,11 @@ def choose_decoder(loaded: LoadedModel, rows: int, engine: EngineConfig) -> Deco
         if agree(found, expected, loaded.model.dtype):
             return candidate
     return modules
+
+
+def _layer_bytes(loaded: LoadedModel) -> int:
+    block = loaded.model.get_decoder().layers[0]
+    return sum(parameter.nbytes for parameter in block.parameters())
 
 
 def _probe(decoder: Decoder, loaded: LoadedModel, kernels: NativeKernels | None) -> Tensor:

@@ -11,15 +11,16 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from agentscope_tuner.algorithms.distributions import draw_tokens
 from agentscope_tuner.config import EngineConfig
-from agentscope_tuner.engine.attention import KVCache, Prefix, RowLayout, SlotGroup, SlotLayout
+from agentscope_tuner.engine.attention import KVCache, RowLayout, SlotGroup, SlotLayout
 from agentscope_tuner.engine.decoder import Decoder, cache_shape, choose_decoder, kernels_for
 from agentscope_tuner.engine.models import LoadedModel
-from agentscope_tuner.engine.slots import Slot
+from agentscope_tuner.engine.slots import Slot, Trunk
 from agentscope_tuner.errors import ConfigError
 from agentscope_tuner.policy import SamplingParams
 
@@ -75,12 +76,12 @@ class ModelRunner:
         """Whether so many sequences should share their first tokens in place, rather than by a copy for each."""
         return self.flat or sequences * tokens * self.cache.token_size >= _TRUNK_NUMBERS
 
-    def plan(self, decoding: Sequence[Slot], prefilling: Sequence[Slot]) -> dict[Slot, int]:
-        """Which slots' missing tokens to compute at once, and how many of each."""
+    def plan(self, prefilling: Sequence[Slot], *, beside: int = 0) -> dict[Slot, int]:
+        """Which slots' missing tokens to compute at once, and how many of each, beside so many that decode."""
         if not self.flat:
-            return self._alike(prefilling) if prefilling else dict.fromkeys(decoding, 1)
-        plan = {slot: slot.missing for slot in decoding}
-        room = min(self._prefill_tokens, _BESIDE_DECODING) if decoding else self._prefill_tokens
+            return self._alike(prefilling)
+        plan: dict[Slot, int] = {}
+        room = min(self._prefill_tokens, _BESIDE_DECODING) if beside else self._prefill_tokens
         for slot in prefilling:
             if room > 0:
                 plan[slot] = min(slot.missing, room)
@@ -120,43 +121,33 @@ class ModelRunner:
     def _flat_rows(self, spans: Sequence[Span]) -> Tensor:
         """A row for each token: all keys and values are written before any are read."""
         self.cache.reserve(max(slot.cached + n for slot, n, _ in spans))
-        ids: list[int] = []
-        slots: list[int] = []
-        own: list[int] = []
-        offsets: list[int] = []
-        trunk_of: list[int] = []
-        speakers: list[tuple[str, int]] = []
-        numbers: dict[int, int] = {}
-        trunks: list[Prefix] = []
-        wanted: list[int] = []
-        for slot, n, last in spans:
-            start, trunk = slot.cached, slot.trunk
-            offset, number = 0, -1
-            if trunk is not None:
-                offset, number = len(trunk.ids), numbers.setdefault(trunk.number, len(trunks))
-                if number == len(trunks):
-                    trunks.append(trunk.cache)
-            if n == 1:  # nearly always: lists of one would cost more than all the rest
-                ids.append(slot.ids[start])
-                slots.append(slot.index)
-                own.append(start)
-                offsets.append(offset)
-                trunk_of.append(number)
-            else:
-                ids += slot.ids[start : start + n]
-                slots += [slot.index] * n
-                own += range(start, start + n)
-                offsets += [offset] * n
-                trunk_of += [number] * n
-            if speakers and speakers[-1][0] == slot.adapter:
-                speakers[-1] = (slot.adapter, speakers[-1][1] + n)
-            else:
-                speakers.append((slot.adapter, n))
-            wanted += range(len(ids) - last, len(ids))
-        at, slots_of, begun, trunk_numbers = torch.tensor([own, slots, offsets, trunk_of])
-        layout = RowLayout(self.cache, slots_of, at, trunks, trunk_numbers)
-        hidden = self.decoder.hidden(torch.tensor(ids)[:, None], (at + begun)[:, None], layout, speakers)[:, 0]
-        return hidden if len(wanted) == len(hidden) else hidden[wanted]
+        ids = [token for slot, n, _ in spans for token in slot.ids[slot.cached : slot.cached + n]]
+        numbers: dict[Trunk, int] = {}
+        place = np.array(
+            [
+                (slot.cached, slot.index, 0, -1)
+                if (trunk := slot.trunk) is None
+                else (slot.cached, slot.index, len(trunk.ids), numbers.setdefault(trunk, len(numbers)))
+                for slot, _, _ in spans
+            ]
+        ).T
+        wanted: Tensor | None = None
+        if len(ids) > len(spans):
+            counts, last = np.array([(n, last) for _, n, last in spans]).T
+            of_span = np.repeat(np.arange(len(spans)), counts)
+            within = np.arange(len(ids)) - (counts.cumsum() - counts)[of_span]
+            place = place[:, of_span]
+            place[0] += within
+            wanted = torch.from_numpy(within >= (counts - last)[of_span])
+        speakers = [
+            (adapter, sum(span.tokens for span in run))
+            for adapter, run in itertools.groupby(spans, key=lambda span: span.slot.adapter)
+        ]
+        at, slots, begun, trunk_of = torch.from_numpy(np.ascontiguousarray(place))
+        layout = RowLayout(self.cache, slots, at, [trunk.cache for trunk in numbers], trunk_of)
+        tokens = torch.from_numpy(np.array(ids))
+        hidden = self.decoder.hidden(tokens[:, None], (at + begun)[:, None], layout, speakers)[:, 0]
+        return hidden if wanted is None else hidden[wanted]
 
     def _padded_rows(self, spans: Sequence[Span]) -> Tensor:
         """A row for each span, padded to the longest."""
@@ -195,7 +186,8 @@ class ModelRunner:
     ) -> tuple[Tensor, Tensor]:
         """Tokens (B,) and log-probabilities (B,) that follow hidden states (B, D), see `distributions.draw_tokens`."""
         logits = self.decoder.logits(hidden)
-        uniform = torch.tensor(uniforms, dtype=torch.float64, device=self._device)
+        uniform = torch.from_numpy(np.array(uniforms)).to(self._device)
         if self.cache.kernels is None or any(p.top_k or p.top_p < 1 for p in params):
             return draw_tokens(logits.float(), params, uniform)
-        return self.cache.kernels.draw(logits, torch.tensor([p.temperature for p in params]), uniform)
+        temperatures = np.array([p.temperature for p in params], np.float32)
+        return self.cache.kernels.draw(logits, torch.from_numpy(temperatures), uniform)

@@ -22,6 +22,8 @@ TILE = 32
 KERNELS = Path(__file__).with_name("kernels")
 _COMPILE = ["-c", "-fPIC", "-O3", "-march=native", "-ffast-math", "-fopenmp"]
 _TOLERANCE = 1e-5
+_PIECE = 64
+"""Most rows that one thread takes through a layer at once."""
 
 
 class NativeKernels:
@@ -44,6 +46,7 @@ class NativeKernels:
         self._add_norm = of_each_type("add_norm", 4, size, size, number)
         self._split_heads = of_each_type("split_heads", 11, *[size] * 5, number, number)
         self._gate_joined = of_each_type("gate_joined", 2, size, size)
+        self._forward = of_each_type("forward", 12, *[size] * 9, number, number)
         self._draw = of_each_type("draw", 5, size, size)
         self._tree_attend = take("tree_attend", 7, *[size] * 4)
         self._tree_attend_backward = take("tree_attend_backward", 11, *[size] * 6)
@@ -127,6 +130,58 @@ class NativeKernels:
         rows, width = joined.shape
         out = joined.new_empty(rows, width // 2)
         self._gate_joined[joined.dtype](*_addresses(joined, out), rows, width // 2)
+        return out
+
+    def forward(
+        self,
+        embedded: Tensor,
+        layers: Tensor,
+        norm: Tensor,
+        table: tuple[Tensor, Tensor],
+        positions: Tensor,
+        slots: Tensor,
+        own: Tensor,
+        lengths: Tensor,
+        trunks: Tensor,
+        trunk_of: Tensor,
+        *,
+        heads: int,
+        kv_heads: int,
+        capacity: int,
+        scaling: float,
+        eps: float,
+    ) -> Tensor:
+        """All layers at once: final hidden states (B, D) of new tokens, in the type of `norm`.
+
+        Args:
+            embedded: (B, D) the tokens, float32; overwritten.
+            layers: (L, 22) addresses and sizes, see `Layer` in `kernels/sampler.cpp`: of norms; of each linear layer,
+                those of its weight in tiles (see `to_tiles`), of its bias or 0, and how many inputs and outputs it
+                has; of keys and values.
+            norm: weight (D,) of the last norm.
+            table: cosines and sines (length, d), float32.
+            positions: (B,) where each token is in its sequence,
+            slots: (B,) in which slot that is,
+            own: (B,) at what place of the slot,
+            lengths: (B,) and how many of the slot's tokens it sees.
+            trunks: (L, any, 3) as in `attend`, for each layer.
+            trunk_of: (B,) as in `attend`.
+            heads: of the queries,
+            kv_heads: and of keys and values.
+            capacity: how many tokens a slot of the cache holds.
+            scaling: of the queries.
+            eps: of the norms.
+        """
+        rows, width = embedded.shape
+        out = norm.new_empty(rows, width)
+        # As many pieces as threads, or a multiple: of so few rows that they stay in a processor's cache.
+        threads = torch.get_num_threads()
+        pieces = min(rows, threads * -(-rows // (threads * _PIECE)))
+        addresses = _addresses(
+            embedded, out, layers, norm, *table, positions, slots, own, lengths, trunks, trunk_of
+        )  # fmt: skip
+        sizes = (len(layers), trunks.shape[1], rows, width, heads, kv_heads, table[0].shape[1], capacity, pieces)
+        self._forward[norm.dtype](*addresses, *sizes, scaling, eps)
         return out
 
     def draw(self, logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -60,6 +61,7 @@ class _Request:
 
 
 _NO_SLOT = Slot(-1)
+_slot_order = attrgetter("slot.row_order")
 
 
 class Sampler:
@@ -270,23 +272,33 @@ class Sampler:
             ids = request.prompt_ids
             if len(ids) > _TRUNK_TOKENS and self._slots.trunk_of(request.adapter, ids) is None:
                 families[request.adapter, tuple(ids[:_TRUNK_TOKENS])].append(ids)
+        scratches: list[Slot] = []
         for (adapter, _), prompts in families.items():
             if len(prompts) < _TRUNK_USERS:
                 continue
             first, last = min(prompts), max(prompts)
             # At least one token of every prompt has to be run to get its logits.
             shared = min(common_prefix(first, last), min(map(len, prompts)) - 1)
-            if not self._runner.worth_a_trunk(len(prompts), shared):
-                continue
-            scratch = self._slots.victim()
-            self._slots.fill(scratch, adapter, None, first[:shared], 0)
-            while scratch.missing:
-                n = self._runner.plan([], [scratch])[scratch]
-                self._runner.hidden([Span(scratch, n, 0)])
-                scratch.cached += n
-            self.tokens_prefilled += shared
-            self._slots.add_trunk(adapter, first[:shared], self._runner.cache.take(scratch.index, shared))
+            if self._runner.worth_a_trunk(len(prompts), shared):
+                scratch = self._slots.victim()
+                self._slots.fill(scratch, adapter, None, first[:shared], 0)
+                scratch.busy = True
+                scratches.append(scratch)
+        self._compute(scratches)
+        for scratch in scratches:
+            cache = self._runner.cache.take(scratch.index, scratch.cached)
+            self._slots.add_trunk(scratch.adapter, scratch.ids, cache)
+            self._slots.release(scratch)
         self._slots.drop_unused_trunks()
+
+    def _compute(self, slots: list[Slot]) -> None:
+        """Everything that these miss."""
+        while slots := sorted((slot for slot in slots if slot.missing), key=attrgetter("row_order")):
+            plan = self._runner.plan(slots)
+            self._runner.hidden([Span(slot, plan[slot], 0) for slot in slots if slot in plan])
+            for slot, tokens in plan.items():
+                slot.cached += tokens
+                self.tokens_prefilled += tokens
 
     def _place(self, batch: list[_Request]) -> tuple[list[_Request], list[_Request]]:
         """Find slots. Requests that can share what others are about to compute come back as the second list."""
@@ -324,32 +336,37 @@ class Sampler:
 
     def _step(self) -> None:
         """Run what the requests with slots miss, as much as goes at once, and draw for those that miss nothing then."""
-        decoding, prefilling = self._decoding, self._prefilling
+        prefilling = self._prefilling
+        plan = self._runner.plan([r.slot for r in prefilling], beside=len(self._decoding)) if prefilling else {}
+        # Where rows are padded, those that decode wait for those that prefill.
+        decoding = self._decoding if self._runner.flat or not plan else []
         self._guess(decoding)
-        plan = self._runner.plan([r.slot for r in decoding], [r.slot for r in prefilling])
-        requests = sorted((r for r in (*decoding, *prefilling) if r.slot in plan), key=lambda r: r.slot.row_order)
+        requests = sorted((*decoding, *(r for r in prefilling if r.slot in plan)), key=_slot_order)
         spans: list[Span] = []
-        complete: list[_Request] = []
+        drawing: list[_Request] = []
         for request in requests:
-            slot, tokens, wanted = request.slot, plan[request.slot], 0
+            slot, wanted = request.slot, len(request.guess) + 1
+            tokens = plan.get(slot, wanted)
             if tokens == slot.missing:
-                wanted = len(request.guess) + 1
-                complete.append(request)
+                drawing.append(request)
+            else:
+                wanted = 0
             spans.append(Span(slot, tokens, wanted))
         hidden = self._runner.hidden(spans)
-        for request, (slot, tokens, wanted) in zip(requests, spans, strict=True):
+        for slot, tokens in plan.items():
+            slot.cached += tokens
+            self.tokens_prefilled += tokens
+        for request in decoding:
+            self.rows_decoded += len(request.guess) + 1
             if request.guess:
-                del slot.ids[-len(request.guess) :]
-            if not wanted:
-                slot.cached += tokens
-        prefilled = sum(plan.get(request.slot, 0) for request in prefilling)
-        self.tokens_prefilled += prefilled
-        self.rows_decoded += sum(plan.values()) - prefilled
-        drawing = set(complete)
-        self._decoding = [request for request in decoding if request.slot not in plan]
-        self._prefilling = [request for request in prefilling if request not in drawing]
-        if complete:
-            self._draw(complete, hidden)
+                del request.slot.ids[-len(request.guess) :]
+        if decoding:
+            self._decoding = []
+        if plan:
+            drawn = set(drawing)
+            self._prefilling = [request for request in prefilling if request not in drawn]
+        if drawing:
+            self._draw(drawing, hidden)
 
     def _guess(self, requests: list[_Request]) -> None:
         """Append to each sequence what may come after its last token, to be run with it."""
@@ -372,8 +389,12 @@ class Sampler:
             if len(request.uniforms) < first + rows:
                 request.uniforms += request.rng.random(max(rows, _UNIFORMS)).tolist()
             # A token has its random number, whether it is drawn now or was guessed wrongly and is drawn later.
-            uniforms += request.uniforms[first : first + rows]
-            params += [request.params] * rows
+            if rows == 1:
+                params.append(request.params)
+                uniforms.append(request.uniforms[first])
+            else:
+                params += [request.params] * rows
+                uniforms += request.uniforms[first : first + rows]
         tokens, logprobs = (drawn.tolist() for drawn in self._runner.draw(hidden, params, uniforms))
         first = 0
         for request in requests:

@@ -46,6 +46,8 @@ class Slot:
     busy: bool = False
     episode_id: str = ""
     last_used: int = 0
+    row_order: tuple[str, int, int] = ("", 0, 0)
+    """Slots that share an adapter, and within it a trunk, are neighbours in this order."""
 
     @property
     def missing(self) -> int:
@@ -56,11 +58,6 @@ class Slot:
     def prefilling(self) -> bool:
         """Whether its prompt is being computed: of a sequence that is being continued, one token is missing."""
         return self.busy and self.missing > 1
-
-    @property
-    def row_order(self) -> tuple[str, int, int]:
-        """Slots that share an adapter, and within it a trunk, are neighbours in this order."""
-        return (self.adapter, self.trunk.number if self.trunk else 0, self.index)
 
 
 class Slots:
@@ -127,6 +124,7 @@ class Slots:
         """Make `own` the slot's tokens, of which the first `cached` are in place."""
         self._by_head[slot.adapter, tuple(slot.ids[:_HEAD_TOKENS])].pop(slot.index, None)
         slot.adapter, slot.trunk, slot.ids, slot.cached = adapter, trunk, list(own), cached
+        slot.row_order = (adapter, trunk.number if trunk else 0, slot.index)
         slot.last_used = next(self._clock)
         if trunk is not None:
             trunk.last_used = slot.last_used

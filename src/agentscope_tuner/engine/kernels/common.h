@@ -21,7 +21,7 @@ constexpr int64_t LANES = 16;
 constexpr int64_t TILE = 2 * LANES;  // keys or values that are read together
 constexpr int64_t BLOCK = 96;        // about so many queries read them together
 #ifdef __AVX512F__
-constexpr int TOGETHER = 4;  // rows that are computed at once: as many as there are registers for
+constexpr int TOGETHER = 8;  // rows that are computed at once: as many as there are registers for
 #else
 constexpr int TOGETHER = 2;
 #endif
@@ -82,16 +82,13 @@ void score_rows(const float* a, const T* tile, float* out, int64_t width, int64_
     }
 }
 
-template <class T>
+// The same for m rows, at most N at once; each is computed alike, whoever its neighbours are.
+template <int N, class T>
 void score_tile(const float* a, const T* tile, float* out, int64_t m, int64_t width, int64_t d, int64_t stride) {
     int64_t i = 0;
-    for (; i + TOGETHER <= m; i += TOGETHER)
-        score_rows<TOGETHER>(a + i * d, tile, out + i * stride, width, d, stride);
-    switch (m - i) {
-        case 3: score_rows<3>(a + i * d, tile, out + i * stride, width, d, stride); break;
-        case 2: score_rows<2>(a + i * d, tile, out + i * stride, width, d, stride); break;
-        case 1: score_rows<1>(a + i * d, tile, out + i * stride, width, d, stride); break;
-    }
+    for (; i + N <= m; i += N) score_rows<N>(a + i * d, tile, out + i * stride, width, d, stride);
+    if constexpr (N > 1)
+        if (i < m) score_tile<N - 1>(a + i * d, tile, out + i * stride, m - i, width, d, stride);
 }
 
 template <int N, class T>
@@ -122,22 +119,25 @@ void add_rows(const float* weights, int64_t across, int64_t down, Rows<T> b, flo
                 out[r * out_stride + rest] += weights[r * down + t * across] * number(b[t][rest]);
 }
 
+template <int N, class T>
+void add_tile(const float* weights, int64_t across, int64_t down, Rows<T> b, float* out, int64_t out_stride, int64_t m,
+              int64_t n, int64_t d) {
+    int64_t i = 0;
+    for (; i + N <= m; i += N)
+        add_rows<N>(weights + i * down, across, down, b, out + i * out_stride, out_stride, n, d);
+    if constexpr (N > 1)
+        if (i < m)
+            add_tile<N - 1>(weights + i * down, across, down, b, out + i * out_stride, out_stride, m - i, n, d);
+}
+
 // Adds weights (m, n) times b (n, d) to out (m, d). The weight of (i, t) is at `i * down + t * across`.
 template <class T>
 void add_product(const float* weights, int64_t across, int64_t down, Rows<T> b, float* out, int64_t out_stride,
                  int64_t m, int64_t n, int64_t d) {
     for (int64_t first = 0; first < n; first += TILE) {
         const int64_t width = std::min(TILE, n - first);
-        const Rows<T> tile{b[first], b.stride};
-        const float* from = weights + first * across;
-        int64_t i = 0;
-        for (; i + TOGETHER <= m; i += TOGETHER)
-            add_rows<TOGETHER>(from + i * down, across, down, tile, out + i * out_stride, out_stride, width, d);
-        switch (m - i) {
-            case 3: add_rows<3>(from + i * down, across, down, tile, out + i * out_stride, out_stride, width, d); break;
-            case 2: add_rows<2>(from + i * down, across, down, tile, out + i * out_stride, out_stride, width, d); break;
-            case 1: add_rows<1>(from + i * down, across, down, tile, out + i * out_stride, out_stride, width, d); break;
-        }
+        add_tile<TOGETHER>(weights + first * across, across, down, Rows<T>{b[first], b.stride}, out, out_stride, m,
+                           width, d);
     }
 }
 

@@ -12,7 +12,7 @@ void multiply(const float* a, Rows<float> b, float* out, int64_t m, int64_t n, i
         const int64_t width = std::min(TILE, n - first);
         for (int64_t t = 0; t < width; t++)
             for (int64_t j = 0; j < d; j++) turned[j * TILE + t] = b[first + t][j];
-        score_tile(a, turned.data(), out + first, m, width, d, stride);
+        score_tile<TOGETHER>(a, turned.data(), out + first, m, width, d, stride);
     }
 }
 

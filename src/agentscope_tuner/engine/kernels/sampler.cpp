@@ -13,7 +13,7 @@ namespace {
 template <class T>
 void multiply_tiles(const float* a, const T* tiles, float* out, int64_t m, int64_t n, int64_t d, int64_t stride) {
     for (int64_t first = 0; first < n; first += TILE)
-        score_tile(a, tiles + first * d, out + first, m, std::min(TILE, n - first), d, stride);
+        score_tile<TOGETHER>(a, tiles + first * d, out + first, m, std::min(TILE, n - first), d, stride);
 }
 
 // Keys in tiles (slots, kv_heads, capacity / TILE, d, TILE), values (slots, kv_heads, capacity, d).
@@ -30,125 +30,222 @@ struct Trunk {
     int64_t keys, values, length;
 };
 
+// New tokens, a row for each, over the cache.
 template <class T>
-void attend_rows(const float* q, T* out, Cache<T> cache, const Trunk* trunks, const int64_t* trunk_of,
-                 const int64_t* slots, const int64_t* lengths, int64_t rows, int64_t group) {
-    const int64_t d = cache.d, kv_heads = cache.kv_heads, most = std::max<int64_t>(1, BLOCK / group);
-    std::vector<std::pair<int64_t, int64_t>> blocks;  // first row, rows
-    for (int64_t row = 0; row < rows; row++) {
-        if (row > 0 && slots[row] == slots[row - 1] && blocks.back().second < most)
-            blocks.back().second++;
-        else
-            blocks.emplace_back(row, 1);
-    }
-    const int64_t row_size = kv_heads * group * d;
-#pragma omp parallel
-    {
-        std::vector<float> scores, queries, sums;
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t work = 0; work < static_cast<int64_t>(blocks.size()) * kv_heads; work++) {
-            const auto [first, count] = blocks[work / kv_heads];
-            const int64_t head = work % kv_heads, many = count * group;
-            const Trunk trunk = trunk_of[first] < 0 ? Trunk{0, 0, 0} : trunks[trunk_of[first]];
-            const int64_t tiled = (trunk.length + TILE - 1) / TILE * TILE;
-            const T* const trunk_keys = reinterpret_cast<const T*>(trunk.keys) + head * tiled * d;
-            const T* const trunk_values = reinterpret_cast<const T*>(trunk.values) + head * trunk.length * d;
-            const int64_t own = *std::max_element(lengths + first, lengths + first + count);
-            const int64_t width = trunk.length + own, at = cache.at(slots[first], head);
-            queries.resize(many * d);
-            sums.assign(many * d, 0.0f);
-            scores.resize(many * width);
-            for (int64_t i = 0; i < count; i++)
-                std::memcpy(&queries[i * group * d], q + (first + i) * row_size + head * group * d,
-                            group * d * sizeof(float));
-            multiply_tiles(queries.data(), trunk_keys, scores.data(), many, trunk.length, d, width);
-            multiply_tiles(queries.data(), cache.keys + at, scores.data() + trunk.length, many, own, d, width);
-            for (int64_t i = 0; i < many; i++)
-                softmax(&scores[i * width], trunk.length + lengths[first + i / group], width);
-            add_product(scores.data(), 1, width, Rows<T>{trunk_values, d}, sums.data(), d, many, trunk.length, d);
-            add_product(scores.data() + trunk.length, 1, width, Rows<T>{cache.values + at, d}, sums.data(), d, many,
-                        own, d);
-            for (int64_t i = 0; i < count; i++) {
-                T* to = out + (first + i) * row_size + head * group * d;
-                for (int64_t j = 0; j < group * d; j++) put(to + j, sums[i * group * d + j]);
-            }
-        }
-    }
-}
+struct Attention {
+    Cache<T> cache;
+    const Trunk* trunks;
+    const int64_t *trunk_of, *slots, *lengths;
+    int64_t group;
 
-// x += y (where there is one), and out = x / sqrt(mean(x^2) + eps) * weight, for rows (rows, d). The sum stays a float.
-template <class T>
-void add_norm(float* x, const T* y, const T* weight, T* out, int64_t rows, int64_t d, float eps) {
-#pragma omp parallel for schedule(static)
-    for (int64_t row = 0; row < rows; row++) {
-        float* sum = x + row * d;
-        float squares = 0;
-        if (y != nullptr) {
-            const T* change = y + row * d;
-#pragma omp simd reduction(+ : squares)
-            for (int64_t j = 0; j < d; j++) {
-                sum[j] += number(change[j]);
-                squares += sum[j] * sum[j];
-            }
-        } else {
-#pragma omp simd reduction(+ : squares)
-            for (int64_t j = 0; j < d; j++) squares += sum[j] * sum[j];
+    // Cuts rows into blocks (first row, rows) whose keys are read together: those of one trunk, or of one slot.
+    std::vector<std::pair<int64_t, int64_t>> blocks(int64_t first, int64_t end) const {
+        const int64_t most = std::max<int64_t>(1, BLOCK / group);
+        std::vector<std::pair<int64_t, int64_t>> found;
+        for (int64_t row = first; row < end; row++) {
+            const bool together = row > first && trunk_of[row] == trunk_of[row - 1] &&
+                                  (trunk_of[row] >= 0 || slots[row] == slots[row - 1]);
+            if (together && found.back().second < most)
+                found.back().second++;
+            else
+                found.emplace_back(row, 1);
         }
-        const float by = 1 / std::sqrt(squares / d + eps);
-        T* to = out + row * d;
+        return found;
+    }
+
+    // Outputs (rows, H, d) of one key-value head, for a block of scaled queries (rows, H, d).
+    template <class Out>
+    void attend(const float* q, Out* out, std::pair<int64_t, int64_t> block, int64_t head) const {
+        thread_local std::vector<float> scores, queries, sums;
+        const auto [first, count] = block;
+        const int64_t d = cache.d, many = count * group, row_size = cache.kv_heads * group * d;
+        const Trunk trunk = trunk_of[first] < 0 ? Trunk{0, 0, 0} : trunks[trunk_of[first]];
+        const int64_t tiled = (trunk.length + TILE - 1) / TILE * TILE;
+        const T* const trunk_keys = reinterpret_cast<const T*>(trunk.keys) + head * tiled * d;
+        const T* const trunk_values = reinterpret_cast<const T*>(trunk.values) + head * trunk.length * d;
+        const int64_t width = trunk.length + *std::max_element(lengths + first, lengths + first + count);
+        queries.resize(many * d);
+        sums.assign(many * d, 0.0f);
+        scores.resize(many * width);
+        for (int64_t i = 0; i < count; i++)
+            std::memcpy(&queries[i * group * d], q + (first + i) * row_size + head * group * d,
+                        group * d * sizeof(float));
+        multiply_tiles(queries.data(), trunk_keys, scores.data(), many, trunk.length, d, width);
+        // Each slot's own tokens, for its rows: from query `from` on, so many of them.
+        const auto each_slot = [&](auto&& visit) {
+            for (int64_t i = 0, end; i < count; i = end) {
+                for (end = i + 1; end < count && slots[first + end] == slots[first + i];) end++;
+                const int64_t own = *std::max_element(lengths + first + i, lengths + first + end);
+                visit(i * group, (end - i) * group, cache.at(slots[first + i], head), own);
+            }
+        };
+        each_slot([&](int64_t from, int64_t m, int64_t at, int64_t own) {
+            multiply_tiles(&queries[from * d], cache.keys + at, &scores[from * width] + trunk.length, m, own, d, width);
+        });
+        for (int64_t i = 0; i < many; i++)
+            softmax(&scores[i * width], trunk.length + lengths[first + i / group], width);
+        add_product(scores.data(), 1, width, Rows<T>{trunk_values, d}, sums.data(), d, many, trunk.length, d);
+        each_slot([&](int64_t from, int64_t m, int64_t at, int64_t own) {
+            add_product(&scores[from * width] + trunk.length, 1, width, Rows<T>{cache.values + at, d}, &sums[from * d],
+                        d, m, own, d);
+        });
+        for (int64_t i = 0; i < count; i++) {
+            Out* to = out + (first + i) * row_size + head * group * d;
+            for (int64_t j = 0; j < group * d; j++) put(to + j, sums[i * group * d + j]);
+        }
+    }
+};
+
+// sum += change (where there is one), and out = sum / sqrt(mean(sum^2) + eps) * weight.
+template <class Change, class T, class Out>
+void add_norm(float* sum, const Change* change, const T* weight, Out* out, int64_t d, float eps) {
+    float squares = 0;
+    if (change != nullptr) {
+#pragma omp simd reduction(+ : squares)
+        for (int64_t j = 0; j < d; j++) {
+            sum[j] += number(change[j]);
+            squares += sum[j] * sum[j];
+        }
+    } else {
+#pragma omp simd reduction(+ : squares)
+        for (int64_t j = 0; j < d; j++) squares += sum[j] * sum[j];
+    }
+    const float by = 1 / std::sqrt(squares / d + eps);
 #pragma omp simd
-        for (int64_t j = 0; j < d; j++) put(to + j, sum[j] * by * number(weight[j]));
-    }
+    for (int64_t j = 0; j < d; j++) put(out + j, sum[j] * by * number(weight[j]));
 }
 
-// Splits joined projections (rows, heads + 2 kv_heads, d): queries, normed and rotated and scaled, go to q (rows, heads,
-// d); keys, normed and rotated, and values go to place `own` of each row's slot. Norms may be missing.
+// How projections become queries, keys and values: norms over heads, which may be missing, then rotary embedding.
 template <class T>
-void split_heads(const T* joined, const T* q_norm, const T* k_norm, const float* cosines, const float* sines,
-                 const int64_t* positions, const int64_t* slots, const int64_t* own, float* q, Cache<T> cache,
-                 int64_t rows, int64_t heads, float scaling, float eps) {
-    const int64_t d = cache.d, half = d / 2, kv_heads = cache.kv_heads;
-#pragma omp parallel
+struct Heads {
+    const T *q_norm, *k_norm;
+    const float *cosines, *sines;  // (positions, d)
+    const int64_t *positions, *slots, *own;
+    Cache<T> cache;
+    int64_t heads;
+    float scaling, eps;
+
+    // Splits a row's joined projections (heads + 2 kv_heads, d): queries, scaled, go to q (heads, d); keys and values to
+    // the row's place in the cache.
+    template <class In>
+    void split(const In* from, float* q, int64_t row) const {
+        thread_local std::vector<float> in, turned;
+        const int64_t d = cache.d, half = d / 2, kv_heads = cache.kv_heads;
+        in.resize(d);
+        turned.resize(d);
+        const float *c = cosines + positions[row] * d, *s = sines + positions[row] * d;
+        for (int64_t head = 0; head < heads + kv_heads; head++, from += d) {
+            const T* norm = head < heads ? q_norm : k_norm;
+            for (int64_t j = 0; j < d; j++) in[j] = number(from[j]);
+            float by = head < heads ? scaling : 1;
+            if (norm != nullptr) {
+                float squares = 0;
+                for (int64_t j = 0; j < d; j++) squares += in[j] * in[j];
+                by /= std::sqrt(squares / d + eps);
+                for (int64_t j = 0; j < d; j++) in[j] *= number(norm[j]);
+            }
+            for (int64_t j = 0; j < d; j++) in[j] *= by;
+            turn(in.data(), c, s, turned.data(), half, 1);
+            if (head < heads) {
+                std::memcpy(q + head * d, turned.data(), d * sizeof(float));
+            } else {
+                T* to = cache.keys + cache.at(slots[row], head - heads) + own[row] / TILE * TILE * d;
+                for (int64_t j = 0; j < d; j++) put(to + j * TILE + own[row] % TILE, turned[j]);
+            }
+        }
+        for (int64_t head = 0; head < kv_heads; head++, from += d) {
+            T* to = cache.values + cache.at(slots[row], head) + own[row] * d;
+            for (int64_t j = 0; j < d; j++) put(to + j, number(from[j]));
+        }
+    }
+};
+
+// out (d) = silu(gate) * up, which lie side by side in joined (2 d).
+template <class In, class Out>
+void gate_joined(const In* joined, Out* out, int64_t d) {
+#pragma omp simd
+    for (int64_t j = 0; j < d; j++) put(out + j, silu(number(joined[j])) * number(joined[d + j]));
+}
+
+// A linear layer: weights (outputs, inputs) in tiles, like keys; the bias may be missing.
+template <class T>
+struct Linear {
+    const T *tiles, *bias;
+    int64_t inputs, outputs;
+
+    void operator()(const float* x, float* y, int64_t rows) const {
+        multiply_tiles(x, tiles, y, rows, outputs, inputs, outputs);
+        if (bias == nullptr) return;
+        for (int64_t row = 0; row < rows; row++)
+            for (int64_t j = 0; j < outputs; j++) y[row * outputs + j] += number(bias[j]);
+    }
+};
+
+template <class T>
+struct Layer {
+    const T *norm_in, *norm_mid, *q_norm, *k_norm;
+    Linear<T> qkv, out, gate_up, down;
+    T *keys, *values;
+};
+
+// All layers, for the embeddings `sums` of new tokens (rows, width), which are overwritten: final hidden states `out`
+// (rows, width). The rows are computed in pieces, each by one thread from end to end. Threads wait for each other once a
+// layer: keys and values are written before they are read. Each layer has so many trunks of its own.
+template <class T>
+void forward(float* sums, T* out, const Layer<T>* layers, int64_t count, const T* norm, Attention<T> attention,
+             int64_t trunks, Heads<T> heads, int64_t rows, int64_t width, int64_t pieces) {
+    const int64_t q_size = heads.heads * heads.cache.d;
+    std::vector<float> queries(rows * q_size);
+    const auto first_of = [&](int64_t piece) { return rows * piece / pieces; };
+#pragma omp parallel firstprivate(attention, heads)
     {
-        std::vector<float> in(d), turned(d);
+        thread_local std::vector<float> in, joined, gated, change;
+        for (int64_t index = 0; index < count; index++) {
+            const Layer<T>& layer = layers[index];
+            attention.cache.keys = heads.cache.keys = layer.keys;
+            attention.cache.values = heads.cache.values = layer.values;
+            heads.q_norm = layer.q_norm;
+            heads.k_norm = layer.k_norm;
+            if (index > 0) attention.trunks += trunks;
 #pragma omp for schedule(static)
-        for (int64_t row = 0; row < rows; row++) {
-            const T* from = joined + row * (heads + 2 * kv_heads) * d;
-            const float *c = cosines + positions[row] * d, *s = sines + positions[row] * d;
-            for (int64_t head = 0; head < heads + kv_heads; head++, from += d) {
-                const T* norm = head < heads ? q_norm : k_norm;
-                for (int64_t j = 0; j < d; j++) in[j] = number(from[j]);
-                float by = head < heads ? scaling : 1;
-                if (norm != nullptr) {
-                    float squares = 0;
-                    for (int64_t j = 0; j < d; j++) squares += in[j] * in[j];
-                    by /= std::sqrt(squares / d + eps);
-                    for (int64_t j = 0; j < d; j++) in[j] *= number(norm[j]);
-                }
-                for (int64_t j = 0; j < d; j++) in[j] *= by;
-                turn(in.data(), c, s, turned.data(), half, 1);
-                if (head < heads) {
-                    std::memcpy(q + (row * heads + head) * d, turned.data(), d * sizeof(float));
-                } else {
-                    T* to = cache.keys + cache.at(slots[row], head - heads) + own[row] / TILE * TILE * d;
-                    for (int64_t j = 0; j < d; j++) put(to + j * TILE + own[row] % TILE, turned[j]);
+            for (int64_t piece = 0; piece < pieces; piece++) {
+                const int64_t first = first_of(piece), n = first_of(piece + 1) - first;
+                in.resize(n * width);
+                joined.resize(n * layer.qkv.outputs);
+                for (int64_t i = 0; i < n; i++)
+                    add_norm<float>(sums + (first + i) * width, nullptr, layer.norm_in, &in[i * width], width,
+                                    heads.eps);
+                layer.qkv(in.data(), joined.data(), n);
+                for (int64_t i = 0; i < n; i++)
+                    heads.split(&joined[i * layer.qkv.outputs], &queries[(first + i) * q_size], first + i);
+            }
+            // The same pieces fall to the same threads, so nobody has to wait for what comes next.
+#pragma omp for schedule(static) nowait
+            for (int64_t piece = 0; piece < pieces; piece++) {
+                const int64_t first = first_of(piece), n = first_of(piece + 1) - first;
+                const int64_t inner = layer.down.inputs;
+                for (const auto& block : attention.blocks(first, first + n))
+                    for (int64_t head = 0; head < attention.cache.kv_heads; head++)
+                        attention.attend(queries.data(), queries.data(), block, head);
+                in.resize(n * width);
+                change.resize(n * width);
+                joined.resize(n * 2 * inner);
+                gated.resize(n * inner);
+                layer.out(&queries[first * q_size], change.data(), n);
+                for (int64_t i = 0; i < n; i++)
+                    add_norm(sums + (first + i) * width, &change[i * width], layer.norm_mid, &in[i * width], width,
+                             heads.eps);
+                layer.gate_up(in.data(), joined.data(), n);
+                for (int64_t i = 0; i < n; i++) gate_joined(&joined[i * 2 * inner], &gated[i * inner], inner);
+                layer.down(gated.data(), change.data(), n);
+                for (int64_t i = 0; i < n; i++) {
+                    float* sum = sums + (first + i) * width;
+                    for (int64_t j = 0; j < width; j++) sum[j] += change[i * width + j];
+                    if (index == count - 1)
+                        add_norm<float>(sum, nullptr, norm, out + (first + i) * width, width, heads.eps);
                 }
             }
-            for (int64_t head = 0; head < kv_heads; head++, from += d)
-                std::memcpy(cache.values + cache.at(slots[row], head) + own[row] * d, from, d * sizeof(T));
         }
-    }
-}
-
-// out (rows, d) = silu(gate) * up, which lie side by side in joined (rows, 2 d).
-template <class T>
-void gate_joined(const T* joined, T* out, int64_t rows, int64_t d) {
-#pragma omp parallel for schedule(static)
-    for (int64_t row = 0; row < rows; row++) {
-        const T *gate = joined + row * 2 * d, *up = gate + d;
-        T* to = out + row * d;
-#pragma omp simd
-        for (int64_t j = 0; j < d; j++) put(to + j, silu(number(gate[j])) * number(up[j]));
     }
 }
 
@@ -204,28 +301,52 @@ void draw_rows(const T* logits, const float* temperatures, const double* uniform
     }
 }
 
+template <class T>
+void attend(const float* q, T* out, const Attention<T>& attention, int64_t rows) {
+    const auto blocks = attention.blocks(0, rows);
+    const int64_t kv_heads = attention.cache.kv_heads;
+#pragma omp parallel for schedule(dynamic, 1)
+    for (int64_t work = 0; work < static_cast<int64_t>(blocks.size()) * kv_heads; work++)
+        attention.attend(q, out, blocks[work / kv_heads], work % kv_heads);
+}
+
 }  // namespace
 
 #define SAMPLER(T, NAME)                                                                                               \
-    extern "C" void attend_##NAME(const float* q, T* out, T* keys, T* values, const int64_t* trunks,                   \
+    extern "C" void attend_##NAME(const float* q, T* out, T* keys, T* values, const Trunk* trunks,                     \
                                   const int64_t* trunk_of, const int64_t* slots, const int64_t* lengths, int64_t rows, \
                                   int64_t kv_heads, int64_t group, int64_t d, int64_t capacity) {                      \
-        attend_rows<T>(q, out, {keys, values, kv_heads, capacity, d}, reinterpret_cast<const Trunk*>(trunks),          \
-                       trunk_of, slots, lengths, rows, group);                                                         \
+        attend<T>(q, out, {{keys, values, kv_heads, capacity, d}, trunks, trunk_of, slots, lengths, group}, rows);     \
     }                                                                                                                  \
     extern "C" void add_norm_##NAME(float* x, const T* y, const T* weight, T* out, int64_t rows, int64_t d,            \
                                     float eps) {                                                                       \
-        add_norm<T>(x, y, weight, out, rows, d, eps);                                                                  \
+        _Pragma("omp parallel for schedule(static)") for (int64_t row = 0; row < rows; row++)                          \
+            add_norm(x + row * d, y == nullptr ? y : y + row * d, weight, out + row * d, d, eps);                      \
     }                                                                                                                  \
     extern "C" void split_heads_##NAME(const T* joined, const T* q_norm, const T* k_norm, const float* cosines,        \
                                        const float* sines, const int64_t* positions, const int64_t* slots,             \
                                        const int64_t* own, float* q, T* keys, T* values, int64_t rows, int64_t heads,  \
                                        int64_t kv_heads, int64_t d, int64_t capacity, float scaling, float eps) {      \
-        split_heads<T>(joined, q_norm, k_norm, cosines, sines, positions, slots, own, q,                               \
-                       {keys, values, kv_heads, capacity, d}, rows, heads, scaling, eps);                              \
+        const Heads<T> split{q_norm, k_norm, cosines, sines, positions, slots, own,                                    \
+                             {keys, values, kv_heads, capacity, d}, heads, scaling, eps};                              \
+        _Pragma("omp parallel for schedule(static)") for (int64_t row = 0; row < rows; row++)                          \
+            split.split(joined + row * (heads + 2 * kv_heads) * d, q + row * heads * d, row);                          \
     }                                                                                                                  \
     extern "C" void gate_joined_##NAME(const T* joined, T* out, int64_t rows, int64_t d) {                             \
-        gate_joined<T>(joined, out, rows, d);                                                                          \
+        _Pragma("omp parallel for schedule(static)") for (int64_t row = 0; row < rows; row++)                          \
+            gate_joined(joined + row * 2 * d, out + row * d, d);                                                       \
+    }                                                                                                                  \
+    extern "C" void forward_##NAME(float* sums, T* out, const Layer<T>* layers, const T* norm, const float* cosines,   \
+                                   const float* sines, const int64_t* positions, const int64_t* slots,                 \
+                                   const int64_t* own, const int64_t* lengths, const Trunk* trunks,                    \
+                                   const int64_t* trunk_of, int64_t count, int64_t trunk_count, int64_t rows,          \
+                                   int64_t width, int64_t heads, int64_t kv_heads, int64_t d, int64_t capacity,        \
+                                   int64_t pieces, float scaling, float eps) {                                         \
+        const Cache<T> cache{nullptr, nullptr, kv_heads, capacity, d};                                                 \
+        forward<T>(sums, out, layers, count, norm, {cache, trunks, trunk_of, slots, lengths, heads / kv_heads},        \
+                   trunk_count,                                                                                        \
+                   {nullptr, nullptr, cosines, sines, positions, slots, own, cache, heads, scaling, eps}, rows, width, \
+                   pieces);                                                                                            \
     }                                                                                                                  \
     extern "C" void draw_##NAME(const T* logits, const float* temperatures, const double* uniforms, int64_t* tokens,   \
                                 float* logprobs, int64_t rows, int64_t vocabulary) {                                   \
