@@ -70,11 +70,12 @@ def test_a_budget_in_tokens_and_back() -> None:
 def test_a_budget_lowers_the_tokens_of_a_pass(lora: LoraConfig | None) -> None:
     loaded = load("tiny-agent", lora=lora, max_model_len=256)
 
-    def tokens(**engine) -> int:
-        config = EngineConfig(device="cpu", **engine)
+    def tokens(asked: int | None = 6144, **engine) -> int:
+        config = EngineConfig(device="cpu", micro_batch_tokens=asked, **engine)
         kernels = learner_kernels(loaded, config)
         return micro_batch_tokens(loaded, config, choose_forward(loaded, kernels), kernels)
 
+    assert tokens(None) == tokens(None, step_memory_gb=100) == 1536
     assert tokens() == tokens(step_memory_gb=100) == 6144
     assert 256 <= tokens(step_memory_gb=0.1) < tokens(step_memory_gb=0.2) < 6144
     with pytest.raises(ConfigError, match=r"to train on one sequence of 256 tokens takes 0\.\d\d GB"):
@@ -84,7 +85,7 @@ def test_a_budget_lowers_the_tokens_of_a_pass(lora: LoraConfig | None) -> None:
 
 def test_the_learner_keeps_to_it() -> None:
     loaded = load("tiny-agent", max_model_len=256)
-    engine = EngineConfig(device="cpu", step_memory_gb=0.1)
+    engine = EngineConfig(device="cpu", step_memory_gb=0.1, micro_batch_tokens=6144)
     kernels = learner_kernels(loaded, engine)
     learner = Learner(loaded, AlgorithmConfig(), engine, 12)
     bound = micro_batch_tokens(loaded, engine, choose_forward(loaded, kernels), kernels)

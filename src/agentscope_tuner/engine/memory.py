@@ -22,6 +22,8 @@ from agentscope_tuner.engine.native import NativeKernels
 from agentscope_tuner.engine.trainable import Forward, head_rows, run_tree
 from agentscope_tuner.errors import ConfigError
 
+_CPU_TOKENS, _GPU_TOKENS = 1536, 6144
+"""Tokens of a pass, where the user says nothing."""
 _LOGIT_COPIES = 7
 """Of a block, in float32: what its softmax and entropy make of the logits, and the gradients."""
 _MOMENTS_BYTES = 8
@@ -112,13 +114,14 @@ def _malloc_trim() -> Any:
 def micro_batch_tokens(
     loaded: LoadedModel, engine: EngineConfig, forward: Forward, kernels: NativeKernels | None
 ) -> int:
-    """How many tokens a pass may have within `engine.step_memory_gb`.
+    """How many tokens a pass may have: `engine.micro_batch_tokens`, within `engine.step_memory_gb`.
 
     Raises:
         ConfigError: one sequence of `max_model_len` tokens would take more.
     """
+    asked = engine.micro_batch_tokens or (_CPU_TOKENS if loaded.device.type == "cpu" else _GPU_TOKENS)
     if engine.step_memory_gb is None:
-        return engine.micro_batch_tokens
+        return asked
     memory = estimate(loaded, forward, kernels)
     tokens = memory.tokens_within(engine.step_memory_gb)
     if tokens < loaded.max_model_len:
@@ -128,4 +131,4 @@ def micro_batch_tokens(
             f"{memory.fixed / 1e9:.2f} of them whatever its length; raise it, lower `model.max_model_len`, or train "
             "a LoRA adapter (`model.lora`)"
         )
-    return min(engine.micro_batch_tokens, tokens)
+    return min(asked, tokens)
