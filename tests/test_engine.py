@@ -530,10 +530,10 @@ def test_compiled_steps_have_the_gradients_of_modules(family: str, tiny_model_di
     datums = [Datum(call, (-1.0) ** i, 0.0, i) for i, call in enumerate(calls)]
     weigh(datums, "token", 12)
     learner = learner_of(loaded)
-    assert isinstance(learner._forward.__self__, TrainableDecoder)
+    assert isinstance(learner._pass.forward.__self__, TrainableDecoder)
     learner.accumulate(datums)
     compiled = gradients(loaded)
-    learner._forward = loaded.hidden_states
+    learner._pass.forward = loaded.hidden_states
     learner.accumulate(datums)
     assert relative_difference(compiled, gradients(loaded)) < 1e-5
 

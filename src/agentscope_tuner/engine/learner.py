@@ -26,7 +26,7 @@ from agentscope_tuner.engine.memory import micro_batch_tokens
 from agentscope_tuner.engine.models import LoadedModel
 from agentscope_tuner.engine.optimizer import Optimizer
 from agentscope_tuner.engine.products import onednn_products
-from agentscope_tuner.engine.trainable import choose_forward, head_rows, learner_kernels, run_tree
+from agentscope_tuner.engine.trainable import TreePass, head_rows
 from agentscope_tuner.errors import ParityError
 from agentscope_tuner.types import ModelCall
 
@@ -122,9 +122,8 @@ class Learner:
         self._total_updates = total_updates
         self._loaded = loaded
         self._algorithm = algorithm
-        self._kernels = learner_kernels(loaded, engine)
-        self._forward = choose_forward(loaded, self._kernels)
-        self._micro_batch_tokens = micro_batch_tokens(loaded, engine, self._forward, self._kernels)
+        self._pass = TreePass(loaded, engine)
+        self._micro_batch_tokens = micro_batch_tokens(self._pass, engine)
         self._max_tokens = max_tokens
         self.optimizer = Optimizer(loaded, betas=algorithm.adam_betas, weight_decay=algorithm.weight_decay)
         self._exact = loaded.model.dtype == torch.float32
@@ -132,7 +131,7 @@ class Learner:
         self._parity_tolerance = 1e-4 if self._exact else 0.1
         self._reference = None
         if algorithm.kl_coef > 0 and loaded.lora is None:
-            self._reference = copy.deepcopy(loaded)
+            self._reference = TreePass(copy.deepcopy(loaded), engine)
 
     # ---------------------------------------------------------------------------------------------- updates
 
@@ -215,7 +214,7 @@ class Learner:
             if reference is not None:
                 reference_logprobs = torch.cat([reference[member] for member in tree.members]).to(device)
             with self._loaded.speaking_as(entries.adapter):
-                hidden = self._hidden(self._loaded, tree, entries)
+                hidden = self._hidden(self._pass, tree, entries)
             leaf = hidden.detach().requires_grad_()
             for rows in _chunks(len(entries.tokens), self._loaded.vocabulary):
                 logprobs, logits = token_logprobs(
@@ -271,18 +270,19 @@ class Learner:
     @torch.no_grad()
     def logprobs(self, calls: Sequence[ModelCall]) -> list[Tensor]:
         """Log-probabilities (T,) of each call's tokens under the current weights."""
-        return self._logprobs(self._loaded, [Datum(call, 0.0, 0.0, 0) for call in calls])
+        return self._logprobs(self._pass, [Datum(call, 0.0, 0.0, 0) for call in calls])
 
     @onednn_products()
-    def _logprobs(self, loaded: LoadedModel, datums: list[Datum], *, bare: bool = False) -> list[Tensor]:
+    def _logprobs(self, tree_pass: TreePass, datums: list[Datum], *, bare: bool = False) -> list[Tensor]:
         """With `bare`, without the calls' adapters."""
+        loaded = tree_pass.loaded
         device = loaded.device
         columns = _Columns(datums, device)
         result = [torch.empty(len(datum.call.completion_ids)) for datum in datums]
         for tree, entries in pack_calls([datum.call for datum in datums], self._micro_batch_tokens):
             column = columns.of(entries)
             with nullcontext() if bare else loaded.speaking_as(entries.adapter):
-                hidden = self._hidden(loaded, tree, entries)
+                hidden = self._hidden(tree_pass, tree, entries)
             found = [
                 token_logprobs(loaded.head(hidden[rows]), entries.tokens[rows].to(device), column, rows)[0].cpu()
                 for rows in _chunks(len(entries.tokens), loaded.vocabulary)
@@ -302,13 +302,11 @@ class Learner:
         if self._reference is not None:
             return self._logprobs(self._reference, datums)
         with _without_lora(self._loaded):
-            return self._logprobs(self._loaded, datums, bare=True)
+            return self._logprobs(self._pass, datums, bare=True)
 
-    def _hidden(self, loaded: LoadedModel, tree: PackedTree, entries: Entries) -> Tensor:
+    def _hidden(self, tree_pass: TreePass, tree: PackedTree, entries: Entries) -> Tensor:
         """Hidden states (n, D) that predict the entries' tokens."""
-        forward = self._forward if loaded is self._loaded else loaded.hidden_states
-        hidden = run_tree(forward, tree, loaded.device, self._kernels)
-        return hidden.index_select(0, entries.hidden.to(loaded.device))
+        return tree_pass.hidden(tree).index_select(0, entries.hidden.to(tree_pass.loaded.device))
 
     def _parity_error(self, call: ModelCall, gap: float) -> ParityError:
         return ParityError(

@@ -17,9 +17,7 @@ from torch import Tensor
 
 from agentscope_tuner.algorithms.packing import pack
 from agentscope_tuner.config import EngineConfig
-from agentscope_tuner.engine.models import LoadedModel
-from agentscope_tuner.engine.native import NativeKernels
-from agentscope_tuner.engine.trainable import Forward, head_rows, run_tree
+from agentscope_tuner.engine.trainable import TreePass, head_rows
 from agentscope_tuner.errors import ConfigError
 
 _CPU_TOKENS, _GPU_TOKENS = 1536, 6144
@@ -59,10 +57,11 @@ class StepMemory:
         return int(tokens if tokens < self.block else (room - self.block * self.per_row) / self.per_token)
 
 
-def estimate(loaded: LoadedModel, forward: Forward, kernels: NativeKernels | None) -> StepMemory:
+def estimate(tree_pass: TreePass) -> StepMemory:
     """Count what the learner's forward pass keeps for its backward pass."""
+    loaded = tree_pass.loaded
     short, long = min(32, loaded.max_model_len // 2), min(96, loaded.max_model_len)
-    kept = [_kept(loaded, forward, kernels, tokens) for tokens in (short, long)]
+    kept = [_kept(tree_pass, tokens) for tokens in (short, long)]
     per_token = (kept[1] - kept[0]) / (long - short)
     # The backward pass goes through the layers one by one, and makes about twice as much of each as was kept of it.
     per_token *= 1 + 2 / loaded.model.config.get_text_config().num_hidden_layers
@@ -74,8 +73,9 @@ def estimate(loaded: LoadedModel, forward: Forward, kernels: NativeKernels | Non
     return StepMemory(fixed, _ALLOCATED * per_token, _ALLOCATED * per_row, head_rows(loaded.vocabulary))
 
 
-def _kept(loaded: LoadedModel, forward: Forward, kernels: NativeKernels | None, tokens: int) -> int:
+def _kept(tree_pass: TreePass, tokens: int) -> int:
     """Bytes that a forward pass over so many tokens keeps, weights not counted."""
+    loaded = tree_pass.loaded
     weights = {p.untyped_storage().data_ptr() for p in loaded.model.parameters()}
     kept: dict[int, int] = {}
 
@@ -90,7 +90,7 @@ def _kept(loaded: LoadedModel, forward: Forward, kernels: NativeKernels | None, 
     counted = torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor)
     with torch.enable_grad(), loaded.speaking_as(adapter), counted:
         # What was counted stays alive through `hidden`, so no address is counted for two tensors.
-        hidden = run_tree(forward, tree, loaded.device, kernels)
+        hidden = tree_pass.hidden(tree)
     del hidden
     return sum(kept.values())
 
@@ -111,18 +111,17 @@ def _malloc_trim() -> Any:
     return getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform.startswith("linux") else None
 
 
-def micro_batch_tokens(
-    loaded: LoadedModel, engine: EngineConfig, forward: Forward, kernels: NativeKernels | None
-) -> int:
+def micro_batch_tokens(tree_pass: TreePass, engine: EngineConfig) -> int:
     """How many tokens a pass may have: `engine.micro_batch_tokens`, within `engine.step_memory_gb`.
 
     Raises:
         ConfigError: one sequence of `max_model_len` tokens would take more.
     """
+    loaded = tree_pass.loaded
     asked = engine.micro_batch_tokens or (_CPU_TOKENS if loaded.device.type == "cpu" else _GPU_TOKENS)
     if engine.step_memory_gb is None:
         return asked
-    memory = estimate(loaded, forward, kernels)
+    memory = estimate(tree_pass)
     tokens = memory.tokens_within(engine.step_memory_gb)
     if tokens < loaded.max_model_len:
         raise ConfigError(

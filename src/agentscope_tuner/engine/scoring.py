@@ -17,7 +17,7 @@ from agentscope_tuner.config import EngineConfig
 from agentscope_tuner.engine.memory import micro_batch_tokens
 from agentscope_tuner.engine.models import LoadedModel
 from agentscope_tuner.engine.products import onednn_products
-from agentscope_tuner.engine.trainable import choose_forward, head_rows, learner_kernels, run_tree
+from agentscope_tuner.engine.trainable import TreePass, head_rows
 
 EntryLoss = Callable[[Tensor, Tensor], Tensor]
 """From log-probabilities (n,) and the entries (n,) they belong to, to a scalar."""
@@ -41,9 +41,8 @@ class Scorer:
 
     def __init__(self, loaded: LoadedModel, engine: EngineConfig) -> None:
         self._loaded = loaded
-        self._kernels = learner_kernels(loaded, engine)
-        self._forward = choose_forward(loaded, self._kernels)
-        self._max_tokens = micro_batch_tokens(loaded, engine, self._forward, self._kernels)
+        self._pass = TreePass(loaded, engine)
+        self._max_tokens = micro_batch_tokens(self._pass, engine)
 
     @onednn_products()
     @torch.no_grad()
@@ -51,7 +50,7 @@ class Scorer:
         """The log-probability of every entry, on the CPU."""
         found = torch.empty(sum(len(row.ids) for row in rows))
         for tree in self._pack(rows):
-            hidden = self._hidden(tree)
+            hidden = self._pass.hidden(tree)
             for chunk in self._chunks(tree, rows):
                 found[chunk.entries] = chunk.logprobs(self._loaded.head(hidden[chunk.nodes])).cpu()
         return found
@@ -70,7 +69,7 @@ class Scorer:
         found = torch.empty(sum(len(row.ids) for row in rows))
         total = 0.0
         for tree in self._pack(rows):
-            hidden = self._hidden(tree)
+            hidden = self._pass.hidden(tree)
             leaf = hidden.detach().requires_grad_()
             for chunk in self._chunks(tree, rows):
                 logprobs = chunk.logprobs(self._loaded.head(leaf[chunk.nodes]))
@@ -85,16 +84,12 @@ class Scorer:
     def next_token_logprobs(self, ids: Sequence[int]) -> Iterator[Tensor]:
         """The distribution after each place of one sequence, as blocks (n, V) of log-probabilities."""
         tree = pack([list(ids)], max_tokens=self._max_tokens)[0]
-        hidden = self._hidden(tree)
+        hidden = self._pass.hidden(tree)
         for nodes in hidden.split(head_rows(self._loaded.vocabulary)):
             yield torch.log_softmax(self._loaded.head(nodes).float(), -1)
 
     def _pack(self, rows: Sequence[Row]) -> list[PackedTree]:
         return pack([row.ids for row in rows], max_tokens=self._max_tokens)
-
-    def _hidden(self, tree: PackedTree) -> Tensor:
-        """(N, D) of the packed tokens."""
-        return run_tree(self._forward, tree, self._loaded.device, self._kernels)
 
     def _chunks(self, tree: PackedTree, rows: Sequence[Row]) -> Iterator[_Chunk]:
         """The tree's entries, by the packed token they follow."""

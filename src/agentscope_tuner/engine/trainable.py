@@ -28,12 +28,6 @@ Forward = Callable[[Tensor, Tensor, Layout], Tensor]
 _HEAD_ELEMENTS = 2**24
 
 
-def run_tree(forward: Forward, tree: PackedTree, device: torch.device, kernels: NativeKernels | None) -> Tensor:
-    """Hidden states (N, D) of a tree's N packed tokens."""
-    ids, positions = (torch.tensor([values], device=device) for values in (tree.ids, tree.positions))
-    return forward(ids, positions, TreeLayout(tree, device, kernels))[0]
-
-
 def head_rows(vocabulary: int) -> int:
     """How many rows of logits are computed at once: the whole matrix of a batch would be larger than all the rest."""
     return max(1, _HEAD_ELEMENTS // vocabulary)
@@ -122,9 +116,20 @@ class TrainableDecoder:
         return rotated
 
 
-def learner_kernels(loaded: LoadedModel, engine: EngineConfig) -> NativeKernels | None:
-    """The compiled kernels, where the learner may use them: those with gradients know float32 only."""
-    return kernels_for(loaded, engine) if loaded.model.dtype == torch.float32 else None
+class TreePass:
+    """A model's forward pass over packed trees, gradients included."""
+
+    def __init__(self, loaded: LoadedModel, engine: EngineConfig) -> None:
+        self.loaded = loaded
+        # Compiled steps with gradients know float32 only.
+        self._kernels = kernels_for(loaded, engine) if loaded.model.dtype == torch.float32 else None
+        self.forward = choose_forward(loaded, self._kernels)
+
+    def hidden(self, tree: PackedTree) -> Tensor:
+        """Hidden states (N, D) of a tree's N packed tokens."""
+        device = self.loaded.device
+        ids, positions = (torch.tensor([values], device=device) for values in (tree.ids, tree.positions))
+        return self.forward(ids, positions, TreeLayout(tree, device, self._kernels))[0]
 
 
 def choose_forward(loaded: LoadedModel, kernels: NativeKernels | None) -> Forward:
