@@ -53,7 +53,7 @@ docs: install ## Write the settings reference anew and build the documentation i
 	$(BIN)/mkdocs build --strict
 
 bench: install ## Run all benchmarks, one after the other.
-	@set -e; for script in $(filter-out %/common.py %/report.py %/vllm_side.py,$(wildcard benchmarks/*.py)) benchmarks/report.py; do \
+	@set -e; for script in $(filter-out %/common.py %/guard.py %/report.py %/vllm_side.py,$(wildcard benchmarks/*.py)) benchmarks/report.py; do \
 		echo "== $$script"; $(BIN)/python "$$script"; done
 
 tiny-agent: install ## Build the model that ships with the package.

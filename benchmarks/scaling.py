@@ -1,9 +1,10 @@
 """Time and memory against the amount of work: `python benchmarks/scaling.py`.
 
 Groups of 8 episodes of several turns: a prompt, then in every turn 32 sampled tokens and 24 of the environment. One of
-three things grows, the others stay: episodes (16 to 1,024, of 4 turns), turns (1 to 20, 64 episodes), and tokens of the
-prompt (100 to 8,000, 64 episodes of 2 turns). `exponent` is the slope of a straight line through the points on
-logarithmic axes: 1 is linear. Every point is a process of its own, so that its peak memory is its own.
+four things grows, the others stay: episodes (16 to 1,024, of 4 turns), turns (1 to 20, 64 episodes), tokens of the
+prompt (100 to 8,000, 64 episodes of 2 turns), and the model's parameters (S, M and L, 16 episodes of 2 turns).
+`exponent` is the slope of a straight line through the points on logarithmic axes: 1 is linear. Every point is a process
+of its own, so that its peak memory is its own.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from statistics import linear_regression
 from typing import Annotated, Any
 
 import typer
-from common import GROUP, half_good, load, make_call, peak_memory, write_results
+from common import GROUP, SIZES, half_good, load, make_call, peak_memory, write_results
 
 from agentscope_tuner.config import AlgorithmConfig
 from agentscope_tuner.engine.learner import Learner
@@ -35,7 +36,7 @@ SWEEPS: dict[str, list[int]] = {
     "prompt": [100, 500, 2000, 8000],
 }
 USUAL = {"episodes": {"turns": 4, "prompt": 100}, "turns": {"episodes": 64, "prompt": 100},
-         "prompt": {"episodes": 64, "turns": 2}}  # fmt: skip
+         "prompt": {"episodes": 64, "turns": 2}, "parameters": {"episodes": 16, "turns": 2, "prompt": 100}}  # fmt: skip
 
 
 async def play(sampler: Sampler, episodes: int, turns: int, prompt: int) -> list[ModelCall]:
@@ -74,6 +75,7 @@ def measure_here(size: str, dtype: str, episodes: int, turns: int, prompt: int) 
     begun = time.perf_counter()
     learner.accumulate(datums)
     return {
+        "parameters": loaded.model.num_parameters(),
         "rollout_s": rollout_s,
         "train_s": time.perf_counter() - begun,
         "rollout_gb": rollout_gb,
@@ -90,11 +92,14 @@ def measure(*given: str) -> dict[str, float]:
 
 def sweep(size: str, dtype: str, what: str) -> Iterator[dict[str, Any]]:
     """The rows of one quantity, the exponents last."""
+    if what == "parameters":
+        points = [(one, USUAL[what]) for one in SIZES]
+    else:
+        points = [(size, {**USUAL[what], what: value}) for value in SWEEPS[what]]
     rows: list[dict[str, Any]] = []
-    for value in SWEEPS[what]:
-        work = {**USUAL[what], what: value}
+    for model, work in points:
         options = [part for name, number in work.items() for part in (f"--{name}", str(number))]
-        rows.append({"grows": what, **work, **measure("--size", size, "--dtype", dtype, *options)})
+        rows.append({"grows": what, **work, **measure("--size", model, "--dtype", dtype, *options)})
         yield rows[-1]
     exponents = {
         key: linear_regression([math.log(row[what]) for row in rows], [math.log(row[key]) for row in rows]).slope
@@ -114,7 +119,7 @@ def main(
     if episodes:
         print(json.dumps(measure_here(size, dtype, episodes, turns, prompt)))
         return
-    write_results("scaling", (row for what in SWEEPS for row in sweep(size, dtype, what)))
+    write_results("scaling", (row for what in USUAL for row in sweep(size, dtype, what)))
 
 
 if __name__ == "__main__":
