@@ -16,6 +16,7 @@ from engine_tools import load, start
 
 from agentscope_tuner.algorithms.distributions import draw_tokens
 from agentscope_tuner.engine import attention, decoder, native
+from agentscope_tuner.engine.learner import _EntryColumns, token_logprobs
 from agentscope_tuner.engine.native import native_kernels
 from agentscope_tuner.policy import Sample, SamplingParams
 
@@ -161,3 +162,26 @@ def test_compiled_drawing_is_drawing(dtype: torch.dtype, vocabulary: int) -> Non
     assert same.float().mean() > 0.995, "but for numbers that fall between two tokens"
     assert (logprobs - their_logprobs)[same].abs().max() < 1e-5
     assert not (tokens == 3).any()
+
+
+def test_losses_and_their_gradients() -> None:
+    torch.manual_seed(0)
+    n, vocabulary = 40, 5000
+    logits, tokens = 2 * torch.randn(n, vocabulary), torch.randint(vocabulary, (n,))
+    logits[:, 3], tokens[tokens == 3] = -torch.inf, 4
+    temperature = torch.rand(n) + 0.3
+    temperature[::7] = 0.0
+    zeros, ones = torch.zeros(n), torch.ones(n)
+    column = _EntryColumns(zeros, zeros, ones, temperature, top_k=torch.zeros(n, dtype=torch.int64), top_p=ones)
+    kernels = native_kernels()
+    assert kernels is not None
+    weights = torch.randn(2, n)
+    outcomes = []
+    for used in (kernels, None):
+        given = logits.clone().requires_grad_()
+        found = token_logprobs(given + 0.0, tokens, column, slice(0, n), used, entropy_gradient=True)
+        (gradient,) = torch.autograd.grad(found, given, list(weights))
+        outcomes.append((*(values.detach() for values in found), gradient))
+    for compiled, plain in zip(*outcomes, strict=True):
+        assert (compiled - plain).norm() <= 1e-5 * plain.norm()
+    assert (outcomes[0][0] - outcomes[1][0]).abs().max() < 1e-5

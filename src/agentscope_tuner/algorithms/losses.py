@@ -29,4 +29,5 @@ def k3_divergence(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
 def entropy(logits: Tensor) -> Tensor:
     """Entropy in nats of each row of logits (n, V); rows may hold minus infinity."""
     log_p = torch.log_softmax(logits, -1)
-    return -(log_p.exp() * log_p.clamp(min=torch.finfo(log_p.dtype).min)).sum(-1)
+    # Zero times minus infinity is no number, and neither is zero times what overflows in the gradient.
+    return -(log_p.exp() * log_p.clamp(min=-1e4)).sum(-1)

@@ -59,7 +59,11 @@ class ChatRenderer:
 
     def text(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> str:
         """The prompt as the template writes it, ready for the assistant's turn."""
-        return self._write(json.dumps([*messages]), json.dumps([*tools]) if tools else "null")
+        return self.text_of_json(json.dumps([*messages]), json.dumps([*tools]) if tools else "null")
+
+    def text_of_json(self, messages: str, tools: str) -> str:
+        """The same, for messages and tools as JSON."""
+        return self._write(messages, tools)
 
     def _apply_template(self, messages: str, tools: str) -> str:
         rendered = self.tokenizer.apply_chat_template(
@@ -104,11 +108,15 @@ class Prompt:
     extends: int | None
     """The recorded call whose prompt and completion ids begin `ids`."""
     renderer: ChatRenderer
+    tools_json: str
+    _text: str = ""
 
     @property
     def text(self) -> str:
         """What the template writes for these messages; `ids` may spell recorded replies differently."""
-        return self.renderer.text(self.messages, self.tools)
+        if not self._text:
+            self._text = self.renderer.text_of_json(json.dumps(self.messages), self.tools_json)
+        return self._text
 
 
 @dataclass(slots=True)
@@ -139,18 +147,20 @@ class Conversation:
         """
         plain = [plain_message(message) for message in messages]
         schema = [dict(tool) for tool in tools] if tools else None
-        node = self._step(0, "tools:" + json.dumps(schema))
+        tools_json = json.dumps(schema)
+        node = self._step(0, "tools:" + tools_json)
         recorded: list[tuple[int, int]] = []  # (index of the reply among the messages, call)
         for i, message in enumerate(plain):
             node = self._step(node, _key(message))
             if node in self._call_at:
                 recorded.append((i, self._call_at[node]))
         for position, call in reversed(recorded):
-            ids = self._extend(call, position, plain, schema)
+            ids = self._extend(call, position, plain, tools_json)
             if ids is not None:
-                return Prompt(ids, plain, schema, node, call, self._renderer)
-        ids = self._renderer.encode(self._renderer.text(plain, schema))
-        return Prompt(ids, plain, schema, node, None, self._renderer)
+                return Prompt(ids, plain, schema, node, call, self._renderer, tools_json)
+        prompt = Prompt([], plain, schema, node, None, self._renderer, tools_json)
+        prompt.ids = self._renderer.encode(prompt.text)
+        return prompt
 
     def add(self, prompt: Prompt, completion_ids: list[int], reply: Reply) -> int:
         """Record a reply; returns the index of the call."""
@@ -164,14 +174,14 @@ class Conversation:
     def _step(self, node: int, key: str) -> int:
         return self._nodes.setdefault((node, key), len(self._nodes) + 1)
 
-    def _extend(self, call: int, position: int, messages: list[Message], tools: Any) -> list[int] | None:
+    def _extend(self, call: int, position: int, messages: list[Message], tools_json: str) -> list[int] | None:
         """Ids of `messages` that begin with a recorded call's; None when the template would write another beginning."""
         recorded = self._calls[call]
         if recorded.has_thinking:
             return None  # Agents do not send thinking back, so at inference time the model would not see it.
         marked = [*messages[:position], {"role": "assistant", "content": _SENTINEL}, *messages[position + 1 :]]
         try:
-            before, found, after = self._renderer.text(marked, tools).partition(_SENTINEL)
+            before, found, after = self._renderer.text_of_json(json.dumps(marked), tools_json).partition(_SENTINEL)
         except (TemplateError, ValueError):  # a template that insists on the call its tool messages answer
             return None
         if not found or before != recorded.prompt.text:

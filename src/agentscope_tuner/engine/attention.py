@@ -139,10 +139,12 @@ class KVCache:
 
     def copy(self, source: int, target: int, tokens: int) -> None:
         """Copy the first own tokens of one slot to another."""
-        for keys, values in zip(self.keys, self.values, strict=True):
-            rows = self._key_rows(tokens)
-            keys[target, :, :rows] = keys[source, :, :rows]
-            values[target, :, :tokens] = values[source, :, :tokens]
+        pieces = [(keys, self._key_rows(tokens)) for keys in self.keys] + [(values, tokens) for values in self.values]
+        if self.kernels is not None:
+            self.kernels.copy_slot(pieces, source, target)
+            return
+        for tensor, length in pieces:
+            tensor[target, :, :length] = tensor[source, :, :length]
 
     def take(self, slot: int, tokens: int) -> Prefix:
         """A copy of a slot's first own tokens."""

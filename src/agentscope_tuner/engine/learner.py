@@ -24,9 +24,10 @@ from agentscope_tuner.algorithms.packing import PackedTree, pack
 from agentscope_tuner.config import AlgorithmConfig, EngineConfig
 from agentscope_tuner.engine.memory import micro_batch_tokens
 from agentscope_tuner.engine.models import LoadedModel
+from agentscope_tuner.engine.native import NativeKernels
 from agentscope_tuner.engine.optimizer import Optimizer
 from agentscope_tuner.engine.products import onednn_products
-from agentscope_tuner.engine.trainable import TreePass, head_rows
+from agentscope_tuner.engine.trainable import TreePass, choose, head_rows
 from agentscope_tuner.errors import ParityError
 from agentscope_tuner.types import ModelCall
 
@@ -217,9 +218,10 @@ class Learner:
                 hidden = self._hidden(self._pass, tree, entries)
             leaf = hidden.detach().requires_grad_()
             for rows in _chunks(len(entries.tokens), self._loaded.vocabulary):
-                logprobs, logits = token_logprobs(
-                    self._loaded.head(leaf[rows]), entries.tokens[rows].to(device), column, rows
-                )
+                logprobs, entropies = token_logprobs(
+                    self._loaded.head(leaf[rows]), entries.tokens[rows].to(device), column, rows, self._pass.kernels,
+                    entropy_gradient=algorithm.entropy_coef != 0,
+                )  # fmt: skip
                 old = column.logprobs[rows]
                 per_token, clipped = policy_loss(
                     logprobs, old, column.advantages[rows], algorithm.clip_low, algorithm.clip_high
@@ -230,8 +232,7 @@ class Learner:
                     per_token = per_token + algorithm.kl_coef * ratio * k3_divergence(
                         logprobs, reference_logprobs[rows]
                     )
-                with torch.set_grad_enabled(algorithm.entropy_coef != 0):
-                    spread = entropy(logits).sum()
+                spread = entropies.sum()
                 loss = (per_token * column.weights[rows]).sum() - entropy_weight * spread
                 loss.backward()
                 with torch.no_grad():
@@ -283,9 +284,10 @@ class Learner:
             column = columns.of(entries)
             with nullcontext() if bare else loaded.speaking_as(entries.adapter):
                 hidden = self._hidden(tree_pass, tree, entries)
+            tokens = entries.tokens.to(device)
             found = [
-                token_logprobs(loaded.head(hidden[rows]), entries.tokens[rows].to(device), column, rows)[0].cpu()
-                for rows in _chunks(len(entries.tokens), loaded.vocabulary)
+                token_logprobs(loaded.head(hidden[rows]), tokens[rows], column, rows, tree_pass.kernels)[0].cpu()
+                for rows in _chunks(len(tokens), loaded.vocabulary)
             ]
             start = 0
             values = torch.cat(found)
@@ -357,14 +359,36 @@ class _EntryColumns:
     top_p: Tensor
 
 
-def token_logprobs(logits: Tensor, tokens: Tensor, column: _EntryColumns, rows: slice) -> tuple[Tensor, Tensor]:
-    """Log-probabilities (n,) of tokens under the distribution they were drawn from, and its logits (n, V)."""
-    logits = temper(logits.float(), column.temperature[rows])
-    top_k, top_p = column.top_k[rows], column.top_p[rows]
-    if (top_k > 0).any() or (top_p < 1).any():
+def token_logprobs(
+    logits: Tensor,
+    tokens: Tensor,
+    column: _EntryColumns,
+    rows: slice,
+    kernels: NativeKernels | None,
+    *,
+    entropy_gradient: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities (n,) of tokens under the distribution they were drawn from, and its entropies (n,).
+
+    Args:
+        logits: (n, V), which nothing else may need: gradients may be written in their place.
+        tokens: (n,)
+        column: how they were drawn, of all entries,
+        rows: and which of the entries these are.
+        kernels: compiled ones, where they may be used.
+        entropy_gradient: whether entropies are differentiable in any case.
+    """
+    temperature, top_k, top_p = column.temperature[rows], column.top_k[rows], column.top_p[rows]
+    truncated = bool((top_k > 0).any() or (top_p < 1).any())
+    if kernels is not None and not truncated:
+        return choose(logits, tokens, temperature, kernels)
+    logits = temper(logits.float(), temperature)
+    if truncated:
         logits = truncate(logits, top_k, top_p, keep=tokens)
     chosen = logits.gather(1, tokens[:, None])[:, 0]
-    return chosen - torch.logsumexp(logits, -1), logits
+    with torch.set_grad_enabled(torch.is_grad_enabled() and entropy_gradient):
+        entropies = entropy(logits)
+    return chosen - torch.logsumexp(logits, -1), entropies
 
 
 def _chunks(n: int, vocabulary: int) -> Iterator[slice]:

@@ -48,6 +48,7 @@ class NativeKernels:
         self._gate_joined = of_each_type("gate_joined", 2, size, size)
         self._forward = of_each_type("forward", 12, *[size] * 9, number, number)
         self._draw = of_each_type("draw", 5, size, size)
+        self._copy_slot = take("copy_slot", 1, *[size] * 4)
         self._tree_attend = take("tree_attend", 7, *[size] * 4)
         self._tree_attend_backward = take("tree_attend_backward", 11, *[size] * 6)
         self._rms_norm = take("rms_norm", 4, size, size, number)
@@ -55,6 +56,8 @@ class NativeKernels:
         self._rotate = take("rotate", 5, size, size, size, number)
         self._swiglu = take("swiglu", 3, size)
         self._swiglu_backward = take("swiglu_backward", 5, size)
+        self._choose = take("choose", 6, size, size)
+        self._choose_backward = take("choose_backward", 7, size, size)
 
     # ------------------------------------------------------------------------------- the sampler, float32 or bfloat16
 
@@ -197,6 +200,19 @@ class NativeKernels:
         self._draw[logits.dtype](*addresses, *logits.shape)
         return tokens, logprobs
 
+    def copy_slot(self, tensors: Sequence[tuple[Tensor, int]], source: int, target: int) -> None:
+        """Copy what each head of a slot begins with to another slot.
+
+        Args:
+            tensors: like (slots, K, ...), and how much to copy of their third dimension.
+            source: the slot to read.
+            target: the slot to write.
+        """
+        places = torch.tensor(
+            [(t.data_ptr(), t.stride(1) * t.itemsize, length * t.stride(2) * t.itemsize) for t, length in tensors]
+        )
+        self._copy_slot(places.data_ptr(), len(tensors), tensors[0][0].shape[1], source, target)
+
     # ------------------------------------------------------------------------------------------ the learner, float32
 
     def tree_attend(self, q: Tensor, k: Tensor, v: Tensor, stretches: Tensor, spans: Tensor) -> tuple[Tensor, Tensor]:
@@ -269,6 +285,26 @@ class NativeKernels:
         self._swiglu_backward(*_addresses(grad, gate, up, grad_gate, grad_up), grad.numel())
         return grad_gate, grad_up
 
+    def choose(self, logits: Tensor, tokens: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What is known of tokens (n,) drawn by logits (n, V) at temperatures (n,), where 0 counts as 1.
+
+        Returns:
+            Log-probabilities (n,), entropies (n,) of the distributions, logarithms (n,) of their sums of exponentials.
+        """
+        logprobs, entropies, logsums = logits.new_empty(3, len(logits))
+        self._choose(*_addresses(logits, tokens, temperatures, logprobs, entropies, logsums), *logits.shape)
+        return logprobs, entropies, logsums
+
+    def choose_backward(
+        self, grad_logprobs: Tensor, grad_entropies: Tensor, logits: Tensor, tokens: Tensor, temperatures: Tensor,
+        entropies: Tensor, logsums: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """The gradient of logits, which it takes the place of."""
+        grad_logprobs, grad_entropies = grad_logprobs.contiguous(), grad_entropies.contiguous()
+        given = (grad_logprobs, grad_entropies, logits, tokens, temperatures, entropies, logsums)
+        self._choose_backward(*_addresses(*given), *logits.shape)
+        return logits
+
 
 def to_tiles(keys: Tensor) -> Tensor:
     """Keys (..., T, d), T a multiple of `TILE`, as the cache holds them: (..., T / TILE, d, TILE)."""
@@ -338,7 +374,7 @@ def _agrees(kernels: NativeKernels) -> bool:
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator)
 
-    return _agrees_on_rows(kernels, draw) and _agrees_along_a_tree(kernels, draw)
+    return _agrees_on_rows(kernels, draw) and _agrees_along_a_tree(kernels, draw) and _agrees_on_losses(kernels, draw)
 
 
 def _agrees_on_rows(kernels: NativeKernels, draw: Callable[..., Tensor]) -> bool:
@@ -387,3 +423,20 @@ def _agrees_along_a_tree(kernels: NativeKernels, draw: Callable[..., Tensor]) ->
         if not all((a - b).norm() <= _TOLERANCE * b.norm() for a, b in zip(found, wanted, strict=True)):
             return False
     return True
+
+
+@torch.enable_grad()
+def _agrees_on_losses(kernels: NativeKernels, draw: Callable[..., Tensor]) -> bool:
+    """Log-probabilities and entropies, with gradients."""
+    logits, temperatures = (5 * draw(7, 700)).requires_grad_(), draw(7).abs() + 0.5
+    tokens = torch.arange(7) * 100
+    spread = torch.log_softmax(logits / temperatures[:, None], -1)
+    expected = [spread.gather(1, tokens[:, None])[:, 0], -(spread.exp() * spread).sum(-1)]
+    grads = [draw(7), draw(7)]
+    wanted = [*expected, *torch.autograd.grad(expected, logits, grads)]
+    logprobs, entropies, logsums = kernels.choose(logits.detach(), tokens, temperatures)
+    gradient = kernels.choose_backward(
+        grads[0], grads[1], logits.detach().clone(), tokens, temperatures, entropies, logsums
+    )
+    found = [logprobs, entropies, gradient]
+    return all((a - b).norm() <= _TOLERANCE * b.norm() for a, b in zip(found, wanted, strict=True))

@@ -77,6 +77,32 @@ class _Gate(torch.autograd.Function):
         return *ctx.kernels.swiglu_backward(grads[0], *ctx.saved_tensors), None
 
 
+class _Choose(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, tokens: Tensor, temperatures: Tensor, kernels: NativeKernels
+    ) -> tuple[Tensor, Tensor]:
+        logprobs, entropies, logsums = kernels.choose(logits, tokens, temperatures)
+        ctx.save_for_backward(tokens, temperatures, entropies, logsums)
+        ctx.logits, ctx.kernels = logits, kernels
+        return logprobs, entropies
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        logits, ctx.logits = ctx.logits, None
+        return ctx.kernels.choose_backward(*grads, logits, *ctx.saved_tensors), None, None, None
+
+
+def choose(logits: Tensor, tokens: Tensor, temperatures: Tensor, kernels: NativeKernels) -> tuple[Tensor, Tensor]:
+    """Log-probabilities (n,) of tokens (n,), and entropies (n,), by logits (n, V) at temperatures (n,); 0 counts as 1.
+
+    Gradients are written where the logits were, so nothing else may need these.
+    """
+    found: tuple[Tensor, Tensor] = _Choose.apply(logits.float().contiguous(), tokens, temperatures, kernels)  # type: ignore[no-untyped-call]
+    return found
+
+
 class TrainableDecoder:
     """A hand-written forward pass with gradients, for the families that the fused decoder knows."""
 
@@ -121,8 +147,9 @@ class TreePass:
 
     def __init__(self, loaded: LoadedModel, engine: EngineConfig) -> None:
         self.loaded = loaded
-        # Compiled steps with gradients know float32 only.
-        self._kernels = kernels_for(loaded, engine) if loaded.model.dtype == torch.float32 else None
+        self.kernels = kernels_for(loaded, engine)
+        # Of the compiled steps with gradients, only the loss is in float32 whatever the model is.
+        self._kernels = self.kernels if loaded.model.dtype == torch.float32 else None
         self.forward = choose_forward(loaded, self._kernels)
 
     def hidden(self, tree: PackedTree) -> Tensor:

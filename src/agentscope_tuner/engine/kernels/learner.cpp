@@ -229,3 +229,55 @@ extern "C" void swiglu_backward(const float* grad, const float* gate, const floa
         grad_gate[i] = grad[i] * up[i] * sigmoid * (1 + gate[i] * (1 - sigmoid));
     }
 }
+
+// The exponential of such a number is 0; so it is of minus infinity, which cannot be multiplied by that.
+constexpr float LEAST = -200;
+
+// For logits (rows, vocabulary) over temperatures (rows), where 0 counts as 1: the log-probability of each row's token,
+// the row's entropy, and the logarithm of its sum of exponentials.
+extern "C" void choose(const float* logits, const int64_t* tokens, const float* temperatures, float* logprobs,
+                       float* entropies, float* logsums, int64_t rows, int64_t vocabulary) {
+    constexpr int64_t PART = 256;  // sums of floats are kept short
+#pragma omp parallel for schedule(static)
+    for (int64_t row = 0; row < rows; row++) {
+        const float* x = logits + row * vocabulary;
+        const float by = temperatures[row] > 0 ? 1 / temperatures[row] : 1;
+        float most = x[0];
+#pragma omp simd reduction(max : most)
+        for (int64_t j = 0; j < vocabulary; j++) most = std::max(most, x[j]);
+        double total = 0, mean = 0;
+        for (int64_t first = 0; first < vocabulary; first += PART) {
+            float sum = 0, weighed = 0;
+#pragma omp simd reduction(+ : sum, weighed)
+            for (int64_t j = first; j < std::min(first + PART, vocabulary); j++) {
+                const float score = std::max((x[j] - most) * by, LEAST), weight = std::exp(score);
+                sum += weight;
+                weighed += weight * score;
+            }
+            total += sum;
+            mean += weighed;
+        }
+        const double logsum = std::log(total);
+        logprobs[row] = (x[tokens[row]] - most) * by - logsum;
+        entropies[row] = logsum - mean / total;
+        logsums[row] = most * by + logsum;
+    }
+}
+
+// Turns the logits of `choose` into their gradient, from those of log-probabilities and of entropies.
+extern "C" void choose_backward(const float* grad_logprobs, const float* grad_entropies, float* logits,
+                                const int64_t* tokens, const float* temperatures, const float* entropies,
+                                const float* logsums, int64_t rows, int64_t vocabulary) {
+#pragma omp parallel for schedule(static)
+    for (int64_t row = 0; row < rows; row++) {
+        float* x = logits + row * vocabulary;
+        const float by = temperatures[row] > 0 ? 1 / temperatures[row] : 1;
+        const float chosen = grad_logprobs[row], spread = grad_entropies[row];
+#pragma omp simd
+        for (int64_t j = 0; j < vocabulary; j++) {
+            const float logprob = std::max(x[j] * by - logsums[row], LEAST);
+            x[j] = -std::exp(logprob) * (chosen + spread * (logprob + entropies[row])) * by;
+        }
+        x[tokens[row]] += chosen * by;
+    }
+}

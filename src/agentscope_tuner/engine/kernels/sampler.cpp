@@ -355,3 +355,14 @@ void attend(const float* q, T* out, const Attention<T>& attention, int64_t rows)
     }
 SAMPLER(float, float)
 SAMPLER(Bf16, bf16)
+
+// Copies bytes from the places of one slot to those of another. Each of `tensors` is (start, bytes of a head of a slot,
+// bytes to copy of each head).
+extern "C" void copy_slot(const int64_t* tensors, int64_t count, int64_t heads, int64_t source, int64_t target) {
+    for (int64_t i = 0; i < count; i++) {
+        char* const start = reinterpret_cast<char*>(tensors[3 * i]);
+        const int64_t size = tensors[3 * i + 1], bytes = tensors[3 * i + 2];
+        for (int64_t head = 0; head < heads; head++)
+            std::memcpy(start + (target * heads + head) * size, start + (source * heads + head) * size, bytes);
+    }
+}
