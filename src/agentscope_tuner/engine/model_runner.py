@@ -132,7 +132,7 @@ class ModelRunner:
             ]
         ).T
         wanted: Tensor | None = None
-        if len(ids) > len(spans):
+        if not len(ids) == len(spans) == sum(last for _, _, last in spans):
             counts, last = np.array([(n, last) for _, n, last in spans]).T
             of_span = np.repeat(np.arange(len(spans)), counts)
             within = np.arange(len(ids)) - (counts.cumsum() - counts)[of_span]
