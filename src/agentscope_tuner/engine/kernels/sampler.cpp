@@ -58,7 +58,7 @@ struct Attention {
     template <class Out>
     void attend(const float* q, Out* out, std::pair<int64_t, int64_t> block, int64_t head) const {
         thread_local std::vector<float> scores, queries, sums;
-        const auto [first, count] = block;
+        const int64_t first = block.first, count = block.second;
         const int64_t d = cache.d, many = count * group, row_size = cache.kv_heads * group * d;
         const Trunk trunk = trunk_of[first] < 0 ? Trunk{0, 0, 0} : trunks[trunk_of[first]];
         const int64_t tiled = (trunk.length + TILE - 1) / TILE * TILE;
