@@ -1,63 +1,61 @@
-"""Fails where we have become slower: `python benchmarks/guard.py`.
+"""Whether speed is still what was recorded: `python benchmarks/guard.py`.
 
-Two ratios that the benchmarks recorded are measured again: sampling against transformers' `generate`, and training on
-episodes of ten turns against one sequence per call. One that is more than a quarter below the recorded figure is
-measured once more, and then an error.
+A few ratios of small benchmarks, against those in `docs/performance`. One that is more than a quarter lower fails; as
+machines are noisy, only after a second and a third try.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from typing import Any
 
 import multi_turn
 import rollout
-from common import RESULTS, compare
+from common import RESULTS
 
-TURNS, HISTORY = 10, "append-only"
-SLOWER = 0.75
-ROUNDS = 5
-
-
-def recorded(name: str, ratio: str, **which: object) -> float:
-    """A figure of `docs/performance`."""
-    rows = json.loads((RESULTS / f"{name}.json").read_text())["rows"]
-    (row,) = [row for row in rows if all(row.get(key) == value for key, value in which.items())]
-    return float(row[ratio])
+FLOOR = 0.75
+TRIES = 3
+ROUNDS = 3
+Row = dict[str, Any]
 
 
-def sampling() -> float:
-    """Our speed over that of `generate`."""
-    batch = rollout.Batch("S", "float32")
-    sides = {"ours": batch.ours, "generate": batch.generate}
-    return compare(sides, ROUNDS).ratio("generate", "ours")
+def recorded(name: str, **which: Any) -> Row:
+    """A row of a benchmark's results."""
+    rows: list[Row] = json.loads((RESULTS / f"{name}.json").read_text())["rows"]
+    return next(row for row in rows if row.items() >= which.items())
 
 
-def training() -> float:
-    """The time of one sequence per call over that of a tree."""
-    return float(multi_turn.measure("S", "float32", TURNS, HISTORY, ROUNDS)["per call / tree, time"])
-
-
-def check(name: str, measure: Callable[[], float], expected: float) -> bool:
-    """Whether a ratio is what it was."""
-    for _ in range(2):
-        found = measure()
-        print(f"{name}: {found:.2f}, recorded {expected:.2f}", flush=True)
-        if found >= SLOWER * expected:
-            return True
-    return False
+def check(measure: Callable[[], Row], expected: Row, *ratios: str) -> list[str]:
+    """What is too slow, however often it is tried."""
+    best = dict.fromkeys(ratios, 0.0)
+    for _ in range(TRIES):
+        row = measure()
+        best = {ratio: max(best[ratio], row[ratio]) for ratio in ratios}
+        if all(best[ratio] >= FLOOR * expected[ratio] for ratio in ratios):
+            break
+    for ratio in ratios:
+        print(f"{ratio}: {best[ratio]:.2f}, recorded {expected[ratio]:.2f}", flush=True)
+    return [ratio for ratio in ratios if best[ratio] < FLOOR * expected[ratio]]
 
 
 def main() -> None:
-    """Measure and compare."""
-    which = {"model": "S", "dtype": "float32"}
-    turns = {"turns": TURNS, "history": HISTORY}
-    passed = [
-        check("ours / generate", sampling, recorded("rollout", "ours / generate", **which)),
-        check("per call / tree", training, recorded("multi_turn", "per call / tree, time", **which, **turns)),
-    ]
-    if not all(passed):
-        raise SystemExit("slower than recorded by more than a quarter; see docs/performance")
+    """Measure, and compare."""
+    small = {"model": "S", "dtype": "float32"}
+    slow = check(
+        lambda: rollout.measure("S", "float32", ROUNDS),
+        recorded("rollout", **small),
+        "ours / generate",
+        "eager / generate",
+        "staggered / static",
+    )
+    slow += check(
+        lambda: multi_turn.measure("S", "float32", 10, "append-only", ROUNDS),
+        recorded("multi_turn", **small, history="append-only", turns=10),
+        "per call / tree, time",
+    )
+    if slow:
+        raise SystemExit(f"slower than recorded by more than {1 - FLOOR:.0%}: {', '.join(slow)}")
 
 
 if __name__ == "__main__":

@@ -135,93 +135,69 @@ class Vllm:
         self._process.communicate()
 
 
-class Batch:
-    """The work, for those who take part; each call empties our cache, as every update does."""
-
-    def __init__(self, size: str, dtype: str) -> None:
-        """Load the model.
-
-        Raises:
-            SystemExit: log-probabilities differ from transformers'.
-        """
-        self.prompts = [prompt for prompt in random_prompts() for _ in range(GROUP)]
-        self.requests = [(prompt, NEW_TOKENS) for prompt in self.prompts]
-        rng = random.Random(1)
-        self.varied = [(prompt, rng.randint(8, 256)) for prompt in self.prompts for _ in range(4)]
-        rng.shuffle(self.varied)
-        self.staggered_speeds: list[float] = []
-        self.exact = AutoModelForCausalLM.from_pretrained(random_model(size), dtype=torch.float32).eval()
-        self.theirs = copy.deepcopy(self.exact).to(getattr(torch, dtype))
-        self._sampler = Sampler(*load(size, dtype, CONTEXT))
-        with patch("agentscope_tuner.engine.decoder.native_kernels", return_value=None):
-            self._eager = Sampler(*load(size, dtype, CONTEXT))
-        self._version = 0
-        self.error = largest_error(self.exact, self.prompts, self.ours())
-        if self.error > (1e-4 if dtype == "float32" else 0.2):
-            raise SystemExit(f"{size} {dtype}: log-probabilities differ by {self.error:.2g}")
-
-    def _empty(self, sampler: Sampler) -> Sampler:
-        self._version += 1
-        sampler.weights_changed(self._version)
-        return sampler
-
-    def ours(self) -> list[Sample]:
-        return asyncio.run(complete(self._empty(self._sampler), self.requests))
-
-    def staggered(self) -> None:
-        done = complete_in_turn(self._empty(self._sampler), self.varied, len(self.prompts))
-        self.staggered_speeds.append(asyncio.run(done))
-
-    def eager(self) -> None:
-        asyncio.run(complete(self._empty(self._eager), self.requests))
-
-    def generate(self) -> None:
-        generate(self.theirs, self.prompts, NEW_TOKENS)
-
-    def generate_float32(self) -> None:
-        generate(self.exact, self.prompts, NEW_TOKENS)
-
-    def continuous(self) -> None:
-        generate_continuously(self.exact, self.prompts)
-
-    def flops(self) -> float:
-        """What the products of a rollout take."""
-        weights = sum(p.numel() for name, p in self.exact.named_parameters() if "embed" not in name)
-        weights += self.exact.get_output_embeddings().weight.numel()
-        return 2.0 * weights * (len(self.prompts) * NEW_TOKENS + sum(map(len, random_prompts())))
-
-
-def measure(size: str, dtype: str, rounds: int, vllm_python: str | None = None) -> dict[str, Any]:
+def measure(
+    size: str, dtype: str, rounds: int, vllm_python: str | None = None, *, continuous: bool = False
+) -> dict[str, Any]:
     """A row of the table."""
-    batch = Batch(size, dtype)
-    sides = {side.__name__: side for side in (batch.ours, batch.staggered, batch.eager, batch.generate)}
+    prompts = [prompt for prompt in random_prompts() for _ in range(GROUP)]
+    reference = AutoModelForCausalLM.from_pretrained(random_model(size), dtype=torch.float32).eval()
+    samplers = {"ours": Sampler(*load(size, dtype, CONTEXT))}
+    with patch("agentscope_tuner.engine.decoder.native_kernels", return_value=None):
+        samplers["eager"] = Sampler(*load(size, dtype, CONTEXT))
+    version = 0
+
+    def empty(name: str) -> Sampler:
+        nonlocal version
+        version += 1
+        samplers[name].weights_changed(version)  # an empty cache, as after every update
+        return samplers[name]
+
+    static = [(prompt, NEW_TOKENS) for prompt in prompts]
+    rng = random.Random(1)
+    varied = [(prompt, rng.randint(8, 256)) for prompt in prompts for _ in range(4)]
+    rng.shuffle(varied)
+    error = largest_error(reference, prompts, asyncio.run(complete(empty("ours"), static)))
+    if error > (1e-4 if dtype == "float32" else 0.2):
+        raise SystemExit(f"{size} {dtype}: log-probabilities differ by {error:.2g}")
+    theirs = copy.deepcopy(reference).to(getattr(torch, dtype))
+    speeds: list[float] = []
+    sides = {
+        "ours": lambda: asyncio.run(complete(empty("ours"), static)),
+        "staggered": lambda: speeds.append(asyncio.run(complete_in_turn(empty("ours"), varied, len(prompts)))),
+        "eager": lambda: asyncio.run(complete(empty("eager"), static)),
+        "generate": lambda: generate(theirs, prompts, NEW_TOKENS),
+    }
     single = "generate"
     if dtype != "float32" and size != "L":
-        single = "generate_float32"
-        sides[single] = batch.generate_float32
-    if (size, dtype) == ("S", "float32"):
-        sides["continuous"] = batch.continuous
+        single = "generate float32"
+        sides[single] = lambda: generate(reference, prompts, NEW_TOKENS)
+    if continuous:
+        sides["continuous"] = lambda: generate_continuously(reference, prompts)
     vllm = None
     if vllm_python is not None and dtype == "bfloat16":
-        sides["vLLM"] = vllm = Vllm(vllm_python, size, dtype)
+        vllm = Vllm(vllm_python, size, dtype)
+        sides["vLLM"] = vllm
     times = compare(sides, rounds)
     if vllm is not None:
         vllm.close()
-    seconds = times.seconds("ours")
-    speed = len(batch.prompts) * NEW_TOKENS / seconds
+    tokens = len(prompts) * NEW_TOKENS
+    ours, staggered = tokens / times.seconds("ours"), statistics.median(speeds[1:])
+    weights = sum(p.numel() for name, p in reference.named_parameters() if "embed" not in name)
+    weights += reference.get_output_embeddings().weight.numel()
+    flops = 2 * weights * tokens + 2 * weights * sum(map(len, random_prompts()))
     return {
         "model": size,
         "dtype": dtype,
-        "ours, tokens/s": speed,
+        "ours, tokens/s": ours,
         "ours / generate": times.ratio("generate", "ours"),
         "eager / generate": times.ratio("generate", "eager"),
         "ours / generate float32": times.ratio(single, "ours") if size != "L" else None,
         "eager / generate float32": times.ratio(single, "eager") if size != "L" else None,
-        "ours / continuous": times.ratio("continuous", "ours") if "continuous" in sides else None,
+        "ours / continuous": times.ratio("continuous", "ours") if continuous else None,
         "ours / vLLM": times.ratio("vLLM", "ours") if vllm is not None else None,
-        "staggered / static": statistics.median(batch.staggered_speeds[1:]) / speed,
-        "share of the matmul rate": batch.flops() / seconds / 1e9 / matmul_rate(dtype),
-        "largest error": batch.error,
+        "staggered / static": staggered / ours,
+        "share of the matmul rate": flops / times.seconds("ours") / 1e9 / matmul_rate(dtype),
+        "largest error": error,
         "rounds": len(times.rounds),
     }
 
@@ -236,7 +212,11 @@ def main(
     work = [*product(size or SIZES, dtype or ["float32", "bfloat16"])]
     if size is None:
         work.remove(("L", "float32"))
-    write_results("rollout", (measure(one, precision, rounds, vllm) for one, precision in work))
+
+    def row(one: str, precision: str) -> dict[str, Any]:
+        return measure(one, precision, rounds, vllm, continuous=(one, precision) == ("S", "float32"))
+
+    write_results("rollout", (row(*one) for one in work))
 
 
 if __name__ == "__main__":

@@ -55,15 +55,12 @@ class ChatRenderer:
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         # The episodes of a group begin with one prompt.
         self._encode = lru_cache(maxsize=1024)(self._tokenize)
-        self._write = lru_cache(maxsize=1024)(self._apply_template)
+        self.text_of_json = lru_cache(maxsize=1024)(self._apply_template)
+        """`text`, of messages and tools as JSON."""
 
     def text(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> str:
         """The prompt as the template writes it, ready for the assistant's turn."""
         return self.text_of_json(json.dumps([*messages]), json.dumps([*tools]) if tools else "null")
-
-    def text_of_json(self, messages: str, tools: str) -> str:
-        """The same, for messages and tools as JSON."""
-        return self._write(messages, tools)
 
     def _apply_template(self, messages: str, tools: str) -> str:
         rendered = self.tokenizer.apply_chat_template(

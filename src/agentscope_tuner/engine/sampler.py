@@ -389,12 +389,8 @@ class Sampler:
             if len(request.uniforms) < first + rows:
                 request.uniforms += request.rng.random(max(rows, _UNIFORMS)).tolist()
             # A token has its random number, whether it is drawn now or was guessed wrongly and is drawn later.
-            if rows == 1:
-                params.append(request.params)
-                uniforms.append(request.uniforms[first])
-            else:
-                params += [request.params] * rows
-                uniforms += request.uniforms[first : first + rows]
+            uniforms += request.uniforms[first : first + rows]
+            params += [request.params] * rows
         tokens, logprobs = (drawn.tolist() for drawn in self._runner.draw(hidden, params, uniforms))
         first = 0
         for request in requests:
