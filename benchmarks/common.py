@@ -1,8 +1,9 @@
 """What the benchmarks share: models, work, the way of measuring, and where figures go.
 
-All sides of a comparison run in turn within one process, round after round. Before a side runs, it waits until the
-machine is quiet; while it runs, the processor time that others take is counted, and a round in which that was more than
-15% of the wall time is left out. A figure is the median over rounds of the ratio of both sides in the same round.
+All sides of a comparison run in turn, round after round, in one process or, where they would be in each other's way, in
+processes of their own. Before a side runs, it waits until the machine is quiet; while it runs, the processor time that
+others take is counted, and a round in which that was more than 15% of the wall time is left out. A figure is the median
+over rounds of the ratio of both sides in the same round.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import platform
 import random
 import re
 import statistics
+import subprocess
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -213,6 +215,41 @@ def compare(sides: Mapping[str, Callable[[], object]], rounds: int = 5) -> Times
             seconds[name], foreign = watch.seconds, max(foreign, watch.foreign)
         (disturbed if foreign > _FOREIGN else clean).append(seconds)
     return Times(clean if len(clean) >= 3 else clean + disturbed, len(disturbed))
+
+
+class Beside:
+    """A side in a process of its own: it reads a line for every turn, and answers with one when it is done."""
+
+    def __init__(self, *command: str) -> None:
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def tell(self, line: str) -> None:
+        """Send it something; for a turn, an empty line."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(line + "\n")
+        self._process.stdin.flush()
+
+    def __call__(self) -> None:
+        """Its turn."""
+        self.tell("")
+        assert self._process.stdout is not None
+        if not self._process.stdout.readline():
+            raise SystemExit("a process that is measured ended; its reasons are above")
+
+    def close(self) -> str:
+        """There are no more turns; returns what else it says."""
+        return self._process.communicate()[0].strip()
+
+
+def begin_answering() -> Callable[[str], None]:
+    """What writes an answer, in a process beside another. All else that is printed goes to standard error."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def answer(line: str) -> None:
+        print(line, file=answers, flush=True)
+
+    return answer
 
 
 def peak_memory() -> float:

@@ -3,21 +3,18 @@
 The work is one step on 16 prompts of 64 to 128 tokens with 8 completions of 48 tokens each: sampling, the gradient of
 the whole batch, and AdamW's update. Both sides have the same prompts, token for token, and every completion has its
 full length. In bfloat16 ours has its weights in it, with a copy in float32 for the optimizer, and TRL's has float32
-weights that are rounded for products (autocast). Rewards cost nothing. TRL's trainer runs on a thread of its own, and
-stops between two steps.
-
-Peak memory is that of a process that does nothing but three steps of one side, less what it had with the libraries
-imported and nothing loaded. Before anything is timed, our gradient is compared with that of transformers' forward pass
-over every completion by itself.
+weights that are rounded for products (autocast). Rewards cost nothing. Each side has a process of its own, which waits
+between two steps; its peak memory is given less what it had with the libraries imported and nothing loaded. Before
+anything is timed, our gradient is compared with that of transformers' forward pass over every completion by itself.
 """
 
 from __future__ import annotations
 
 import asyncio
-import subprocess
 import sys
 import tempfile
-import threading
+from collections.abc import Callable
+from contextlib import suppress
 from itertools import product
 from typing import Annotated, Any
 
@@ -27,6 +24,8 @@ from common import (
     GROUP,
     NEW_TOKENS,
     TASKS,
+    Beside,
+    begin_answering,
     compare,
     half_good,
     load,
@@ -73,42 +72,46 @@ class Ours:
         return half_good([make_call(ids, sample.token_ids, sample.logprobs) for ids, sample in drawn])
 
 
-class Theirs:
-    """TRL's trainer, step by step."""
+Answer = Callable[[str], None]
 
-    def __init__(self, size: str, dtype: str, steps: int) -> None:
-        directory = str(random_model(size))
-        settings = GRPOConfig(
-            output_dir=tempfile.mkdtemp(), per_device_train_batch_size=TASKS * GROUP, num_generations=GROUP,
-            max_completion_length=NEW_TOKENS, temperature=1.0, max_steps=steps, use_cpu=True, report_to="none",
-            save_strategy="no", learning_rate=1e-6, bf16=dtype == "bfloat16", gradient_checkpointing=False, beta=0.0,
-            generation_kwargs={"min_new_tokens": NEW_TOKENS}, disable_tqdm=True, dataloader_pin_memory=False,
-            shuffle_dataset=False, logging_strategy="no",
-        )  # fmt: skip
-        self.trainer = GRPOTrainer(
-            model=AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32),
-            reward_funcs=lambda completions, **_: [float(len(text) % 7) for text in completions],
-            args=settings,
-            train_dataset=Dataset.from_dict({"prompt": [text for _, text in text_prompts()] * steps}),
-            processing_class=AutoTokenizer.from_pretrained(directory),
-        )
-        self.go, self.done = threading.Semaphore(0), threading.Semaphore(0)
-        gate = self
 
-        class Gate(TrainerCallback):
-            def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-                gate.go.acquire()
+def run_ours(size: str, dtype: str, answer: Answer) -> None:
+    """Steps, as long as they are asked for."""
+    step = Ours(size, dtype)
+    for _ in sys.stdin:
+        step()
+        answer("done")
 
-            def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-                gate.done.release()
 
-        self.trainer.add_callback(Gate())
-        threading.Thread(target=self.trainer.train, daemon=True).start()
+def run_trl(size: str, dtype: str, steps: int, answer: Answer) -> None:
+    """The same by TRL, `steps` of them at most."""
+    directory = str(random_model(size))
+    settings = GRPOConfig(
+        output_dir=tempfile.mkdtemp(), per_device_train_batch_size=TASKS * GROUP, num_generations=GROUP,
+        max_completion_length=NEW_TOKENS, temperature=1.0, max_steps=steps, use_cpu=True, report_to="none",
+        save_strategy="no", learning_rate=1e-6, bf16=dtype == "bfloat16", gradient_checkpointing=False, beta=0.0,
+        generation_kwargs={"min_new_tokens": NEW_TOKENS}, disable_tqdm=True, dataloader_pin_memory=False,
+        shuffle_dataset=False, logging_strategy="no",
+    )  # fmt: skip
+    trainer = GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32),
+        reward_funcs=lambda completions, **_: [float(len(text) % 7) for text in completions],
+        args=settings,
+        train_dataset=Dataset.from_dict({"prompt": [text for _, text in text_prompts()] * steps}),
+        processing_class=AutoTokenizer.from_pretrained(directory),
+    )
 
-    def __call__(self) -> None:
-        """One step."""
-        self.go.release()
-        self.done.acquire()
+    class Turns(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if not sys.stdin.readline():
+                raise EOFError
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            answer("done")
+
+    trainer.add_callback(Turns())
+    with suppress(EOFError):
+        trainer.train()
 
 
 def gradient_error(size: str) -> float:
@@ -128,12 +131,10 @@ def gradient_error(size: str) -> float:
     return relative_error(found, {name: p.grad for name, p in reference.named_parameters()})
 
 
-def peak_memory_of(side: str, size: str, dtype: str) -> float:
-    """GB that three steps of one side take, in a process of their own."""
-    command = [sys.executable, __file__, "--size", size, "--dtype", dtype, "--only", side]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    (figure,) = [line for line in done.stdout.splitlines() if line.startswith("peak ")]  # TRL prints, too
-    return float(figure.removeprefix("peak "))
+def start(side: str, size: str, dtype: str, steps: int) -> Beside:
+    """A process with one side."""
+    options = ("--only", side, "--size", size, "--dtype", dtype, "--steps", f"{steps}")
+    return Beside(sys.executable, __file__, *options)
 
 
 def measure(size: str, dtype: str, rounds: int) -> dict[str, Any]:
@@ -143,11 +144,11 @@ def measure(size: str, dtype: str, rounds: int) -> dict[str, Any]:
         raise SystemExit(f"{size}: gradients differ by {error:.2g}")
     # The trainer needs to know how many steps there will be: the warm-up, and at most twice the rounds.
     steps = 2 * rounds + 1
-    sides = {"ours": Ours(size, dtype), "TRL": Theirs(size, dtype, steps)}
     single = "TRL" if dtype == "float32" else "TRL float32"
-    if single not in sides:
-        sides[single] = Theirs(size, "float32", steps)
+    kinds = {"ours": ("ours", dtype), "TRL": ("TRL", dtype), single: ("TRL", "float32")}
+    sides = {name: start(side, size, precision, steps) for name, (side, precision) in kinds.items()}
     times = compare(sides, rounds)
+    memory = {name: float(side.close()) for name, side in sides.items()}
     return {
         "model": size,
         "dtype": dtype,
@@ -155,8 +156,8 @@ def measure(size: str, dtype: str, rounds: int) -> dict[str, Any]:
         "TRL, s": times.seconds("TRL"),
         "TRL / ours": times.ratio("TRL", "ours"),
         "TRL float32 / ours": times.ratio(single, "ours"),
-        "ours, GB": peak_memory_of("ours", size, dtype),
-        "TRL, GB": peak_memory_of("TRL", size, dtype),
+        "ours, GB": memory["ours"],
+        "TRL, GB": memory["TRL"],
         "gradient error": error,
         "rounds": len(times.rounds),
     }
@@ -166,18 +167,23 @@ def main(
     size: Annotated[list[str] | None, typer.Option(help="S, M or L; several may be given.")] = None,
     dtype: Annotated[list[str] | None, typer.Option(help="float32 or bfloat16.")] = None,
     rounds: Annotated[int, typer.Option(help="Measured rounds.")] = 5,
-    only: Annotated[str | None, typer.Option(help="Three steps of this side, and its peak memory in GB.")] = None,
+    only: Annotated[
+        str | None, typer.Option(help="Be this side: take a step for every line, then tell the memory.")
+    ] = None,
+    steps: Annotated[int, typer.Option(help="With `--only`: how many steps there will be at most.")] = 1,
 ) -> None:
     """Measure, print and keep."""
     sizes, dtypes = size or ["S", "M"], dtype or ["float32", "bfloat16"]
-    if only is not None:
-        before = peak_memory()
-        step = Ours(sizes[0], dtypes[0]) if only == "ours" else Theirs(sizes[0], dtypes[0], 3)
-        for _ in range(3):
-            step()
-        print(f"\npeak {peak_memory() - before}", flush=True)
+    if only is None:
+        write_results("grpo_step", (measure(one, precision, rounds) for one, precision in product(sizes, dtypes)))
         return
-    write_results("grpo_step", (measure(one, precision, rounds) for one, precision in product(sizes, dtypes)))
+    answer = begin_answering()
+    before = peak_memory()
+    if only == "ours":
+        run_ours(sizes[0], dtypes[0], answer)
+    else:
+        run_trl(sizes[0], dtypes[0], steps, answer)
+    answer(f"{peak_memory() - before}")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ import copy
 import json
 import random
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
 from itertools import product
@@ -35,6 +34,7 @@ from common import (
     GROUP,
     NEW_TOKENS,
     SIZES,
+    Beside,
     compare,
     generate,
     load,
@@ -110,29 +110,11 @@ def generate_continuously(model: Any, prompts: list[list[int]]) -> None:
     assert all(len(output.generated_tokens) == NEW_TOKENS for output in done.values())
 
 
-class Vllm:
-    """vLLM, in a process of its own."""
-
-    def __init__(self, python: str, size: str, dtype: str) -> None:
-        command = [python, str(Path(__file__).with_name("vllm_side.py")), str(random_model(size)), dtype]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self._tell(json.dumps({"prompts": random_prompts(), "group": GROUP, "tokens": NEW_TOKENS}))
-
-    def __call__(self) -> None:
-        """One rollout."""
-        self._tell("")
-        assert self._process.stdout is not None
-        if not self._process.stdout.readline():
-            raise SystemExit("vLLM ended; its reasons are above")
-
-    def _tell(self, line: str) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(line + "\n")
-        self._process.stdin.flush()
-
-    def close(self) -> None:
-        """End the process."""
-        self._process.communicate()
+def start_vllm(python: str, size: str, dtype: str) -> Beside:
+    """vLLM, which is told its work."""
+    side = Beside(python, str(Path(__file__).with_name("vllm_side.py")), str(random_model(size)), dtype)
+    side.tell(json.dumps({"prompts": random_prompts(), "group": GROUP, "tokens": NEW_TOKENS}))
+    return side
 
 
 def measure(
@@ -161,7 +143,7 @@ def measure(
         raise SystemExit(f"{size} {dtype}: log-probabilities differ by {error:.2g}")
     theirs = copy.deepcopy(reference).to(getattr(torch, dtype))
     speeds: list[float] = []
-    sides = {
+    sides: dict[str, Callable[[], object]] = {
         "ours": lambda: asyncio.run(complete(empty("ours"), static)),
         "staggered": lambda: speeds.append(asyncio.run(complete_in_turn(empty("ours"), varied, len(prompts)))),
         "eager": lambda: asyncio.run(complete(empty("eager"), static)),
@@ -175,8 +157,7 @@ def measure(
         sides["continuous"] = lambda: generate_continuously(reference, prompts)
     vllm = None
     if vllm_python is not None and dtype == "bfloat16":
-        vllm = Vllm(vllm_python, size, dtype)
-        sides["vLLM"] = vllm
+        vllm = sides["vLLM"] = start_vllm(vllm_python, size, dtype)
     times = compare(sides, rounds)
     if vllm is not None:
         vllm.close()

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 Message = dict[str, Any]
 
+_Key = tuple[str, ...]
+
 _SENTINEL = "\ue000reply\ue001"
 """Stands for a recorded reply while the rest is rendered; private-use characters, so no template touches it."""
 
@@ -90,6 +92,8 @@ class ChatRenderer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids, special tokens included."""
+        if self._backend is not None:
+            return str(self._backend.decode(list(ids), skip_special_tokens=False))
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
@@ -133,7 +137,7 @@ class Conversation:
         self._end_of_turn_ids = end_of_turn_ids
         self._calls: list[_Recorded] = []
         # A trie over messages: (parent node, message key) -> node. Tools are the first step from the root.
-        self._nodes: dict[tuple[int, str], int] = {}
+        self._nodes: dict[tuple[int, _Key], int] = {}
         self._call_at: dict[int, int] = {}
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> Prompt:
@@ -145,7 +149,7 @@ class Conversation:
         plain = [plain_message(message) for message in messages]
         schema = [dict(tool) for tool in tools] if tools else None
         tools_json = json.dumps(schema)
-        node = self._step(0, "tools:" + tools_json)
+        node = self._step(0, (tools_json,))
         recorded: list[tuple[int, int]] = []  # (index of the reply among the messages, call)
         for i, message in enumerate(plain):
             node = self._step(node, _key(message))
@@ -168,7 +172,7 @@ class Conversation:
         self._call_at[node] = len(self._calls) - 1
         return len(self._calls) - 1
 
-    def _step(self, node: int, key: str) -> int:
+    def _step(self, node: int, key: _Key) -> int:
         return self._nodes.setdefault((node, key), len(self._nodes) + 1)
 
     def _extend(self, call: int, position: int, messages: list[Message], tools_json: str) -> list[int] | None:
@@ -248,9 +252,10 @@ def _plain_tool_call(call: Mapping[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def _key(message: Message) -> str:
+def _key(message: Message) -> _Key:
     """What makes two messages the same to the model. The id of a call it wrote is ours, not the model's."""
     calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())]
     # An agent's own name comes back with its replies, but was not known when they were recorded.
     name = "" if message["role"] == "assistant" else message.get("name", "")
-    return json.dumps([message["role"], name, message["content"].strip(), calls], sort_keys=True)
+    written = json.dumps(calls, sort_keys=True) if calls else ""
+    return message["role"], name, message["content"].strip(), written
