@@ -10,7 +10,7 @@ export NO_MKDOCS_2_WARNING := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test test-core test-trinity check docs bench tiny-agent clean
+.PHONY: help install demo test test-core test-trinity check guard docs bench tiny-agent clean
 
 help: ## Show this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -47,6 +47,9 @@ check: install ## The gate, with `make test`: formatting, lint, types and docume
 	$(BIN)/ruff check .
 	$(BIN)/mypy --strict src
 	$(BIN)/mkdocs build --strict --quiet
+
+guard: install ## Fail where sampling or training is slower than what docs/performance says. Takes a minute or two.
+	$(BIN)/python benchmarks/guard.py
 
 docs: install ## Write the settings reference anew and build the documentation into site/.
 	$(BIN)/python docs/generate_reference.py

@@ -2,13 +2,15 @@
 
 All sides of a comparison run in turn, round after round, in one process or, where they would be in each other's way, in
 processes of their own. Before a side runs, it waits until the machine is quiet; while it runs, the processor time that
-others take is counted, and a round in which that was more than 15% of the wall time is left out. A figure is the median
-over rounds of the ratio of both sides in the same round.
+others take is counted, and a round in which that was more than 15% of the wall time is left out, as long as there are
+three others; `disturbed` says how many such rounds a figure has. A figure is the median over rounds of the ratio of
+both sides in the same round.
 """
 
 from __future__ import annotations
 
 import gc
+import inspect
 import json
 import os
 import platform
@@ -17,10 +19,11 @@ import re
 import statistics
 import subprocess
 import time
+import types
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -175,26 +178,33 @@ class _Watch:
         self.foreign = max(0.0, foreign / self.seconds)
 
 
-def _wait_until_quiet(patience_s: float = 20.0) -> None:
+def _wait_until_quiet(patience_s: float) -> float:
+    """Wait, but not longer than this; returns how much of it is left."""
     deadline = time.monotonic() + patience_s
     while time.monotonic() < deadline:
         with _Watch() as watch:
             time.sleep(0.25)
         if watch.foreign < _FOREIGN:
-            return
+            break
+    return max(0.0, deadline - time.monotonic())
 
 
 @dataclass
 class Times:
     """Seconds of each side in each round that counts."""
 
-    rounds: list[dict[str, float]] = field(default_factory=list)
-    left_out: int = 0
-    """Rounds in which others were busy. When too few are left, they count as well."""
+    rounds: list[dict[str, float]]
+    disturbed: int
+    """In how many of them others were busy: where fewer than three were quiet, all count."""
 
     def seconds(self, side: str) -> float:
         """The median."""
         return statistics.median(one[side] for one in self.rounds)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """For the row of a table."""
+        return {"rounds": len(self.rounds), "disturbed": self.disturbed}
 
     def ratio(self, slow: str, fast: str) -> float:
         """How many times as long `slow` takes: the median over rounds."""
@@ -205,16 +215,16 @@ def compare(sides: Mapping[str, Callable[[], object]], rounds: int = 5) -> Times
     """Run all sides in turn, once to warm up and then until enough rounds were undisturbed."""
     for side in sides.values():
         side()
-    clean, disturbed = [], []
+    clean, disturbed, patience_s = [], [], 120.0
     while len(clean) < rounds and len(clean) + len(disturbed) < 2 * rounds:
         seconds, foreign = {}, 0.0
         for name, side in sides.items():
-            _wait_until_quiet()
+            patience_s = _wait_until_quiet(patience_s)
             with _Watch() as watch:
                 side()
             seconds[name], foreign = watch.seconds, max(foreign, watch.foreign)
         (disturbed if foreign > _FOREIGN else clean).append(seconds)
-    return Times(clean if len(clean) >= 3 else clean + disturbed, len(disturbed))
+    return Times(clean, 0) if len(clean) >= 3 else Times(clean + disturbed, len(disturbed))
 
 
 class Beside:
@@ -255,7 +265,17 @@ def begin_answering() -> Callable[[str], None]:
 def peak_memory() -> float:
     """GB that this process has held at most."""
     # `getrusage` would begin with what the process held that started this one.
-    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return _memory("VmHWM")
+
+
+def forget_peak_memory() -> float:
+    """Let the peak begin anew; returns GB that this process holds now."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return _memory("VmRSS")
+
+
+def _memory(what: str) -> float:
+    found = re.search(rf"{what}:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found is not None
     return int(found[1]) * 1024 / 1e9
 
@@ -268,8 +288,25 @@ class Stopwatch:
         self._originals: list[tuple[Any, str, Any]] = []
 
     def time(self, owner: Any, method: str, part: str) -> None:
-        """Count calls of a method of a class or an object as part of something."""
+        """Count calls of a method as part of something; of a coroutine, its own steps and not what it waits for."""
         original = getattr(owner, method)
+
+        @types.coroutine
+        def steps(coroutine: Any) -> Iterator[Any]:
+            resume, given = coroutine.send, None
+            while True:
+                begun = time.perf_counter()
+                try:
+                    waited_for = resume(given)
+                except StopIteration as done:
+                    return done.value
+                finally:
+                    self.seconds[part] += time.perf_counter() - begun
+                resume, given = coroutine.send, None
+                try:
+                    yield waited_for
+                except BaseException as exc:
+                    resume, given = coroutine.throw, exc
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             begun = time.perf_counter()
@@ -278,8 +315,11 @@ class Stopwatch:
             finally:
                 self.seconds[part] += time.perf_counter() - begun
 
+        async def timed_steps(*args: Any, **kwargs: Any) -> Any:
+            return await steps(original(*args, **kwargs))
+
         self._originals.append((owner, method, original))
-        setattr(owner, method, timed)
+        setattr(owner, method, timed_steps if inspect.iscoroutinefunction(original) else timed)
 
     def stop(self) -> None:
         """Count no more."""

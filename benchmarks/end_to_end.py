@@ -2,8 +2,8 @@
 
 `tune()` as `make demo` calls it, with an evaluation after every second step: the seconds of training (rollouts and
 updates, without evaluations) until the greedy held-out reward is 0.9, and where the time of the steps went. `sampling`
-is the model's forward passes and draws, `training` the learner, and `agents and the rest` everything else: AgentScope,
-tools, the judge, rendering, recording, scheduling.
+is the sampler's work, `training` the learner's, `judging` the judge's, and `agents and the rest` everything else:
+AgentScope, tools, rendering and recording.
 """
 
 from __future__ import annotations
@@ -24,11 +24,16 @@ from workflow import MathAgent
 from agentscope_tuner import MathJudge, TuneResult, tune
 from agentscope_tuner.backends.local import LocalRun
 from agentscope_tuner.engine.learner import Learner
-from agentscope_tuner.engine.model_runner import ModelRunner
+from agentscope_tuner.engine.sampler import Sampler
 from agentscope_tuner.types import StepMetrics
+from agentscope_tuner.workflow import JudgeRunner
 
 GOAL = 0.9
-PARTS = {"sampling": (ModelRunner, ["hidden", "draw"]), "training": (Learner, ["train"])}
+PARTS: dict[str, tuple[type, list[str]]] = {
+    "sampling": (Sampler, ["_admit", "_step"]),
+    "training": (Learner, ["train"]),
+    "judging": (JudgeRunner, ["run"]),
+}
 
 
 def train(watch: Stopwatch, seed: int, folder: str) -> TuneResult:
@@ -38,6 +43,7 @@ def train(watch: Stopwatch, seed: int, folder: str) -> TuneResult:
     async def uncounted(self: LocalRun, metrics: StepMetrics) -> None:
         before = dict(watch.seconds)
         await evaluate(self, metrics)
+        watch.seconds.clear()
         watch.seconds.update(before)
 
     LocalRun._evaluate = uncounted

@@ -7,7 +7,7 @@ or what an agent thought, 32 of the 48 tokens, is missing from its later prompts
 `per call` has every call as a sequence of its own, `merged` has calls that extend each other in one sequence, and
 `tree` is what the learner does: whatever is equal in an episode and its group is run once. All three are the learner; a
 first token that differs is what keeps sequences apart. So no side gains by a better implementation, and the ratio of
-tokens is all that there is to gain.
+tokens, each counted once however many passes there are, is all that there is to gain.
 
 Before anything is timed, the gradient of a tree is compared with the sum of those of its calls.
 """
@@ -113,8 +113,7 @@ def measure(size: str, dtype: str, turns: int, history: str, rounds: int) -> dic
         if way != "tree":
             row[f"{way} / tree, tokens"] = tokens[way] / tokens["tree"]
             row[f"{way} / tree, time"] = times.ratio(way, "tree")
-    row["rounds"] = len(times.rounds)
-    return row
+    return row | times.counts
 
 
 def main(

@@ -44,10 +44,10 @@ def curves(figure: Figure, rows: Sequence[Row]) -> None:
     whats = list(dict.fromkeys(row["grows"] for row in rows))
     for axes, what in zip(figure.subplots(1, len(whats), squeeze=False)[0], whats, strict=True):
         points = [row for row in rows if row["grows"] == what and row[what] != "exponent"]
-        (slopes,) = [row for row in rows if row["grows"] == what and row[what] == "exponent"]
+        slopes = next((row for row in rows if row["grows"] == what and row[what] == "exponent"), None)
         for key in ("rollout_s", "train_s", "total_gb"):
             xs, ys = [row[what] for row in points], [row[key] for row in points]
-            axes.loglog(xs, ys, marker="o", label=f"{key}, exponent {slopes[key]:.2f}")
+            axes.loglog(xs, ys, marker="o", label=key if slopes is None else f"{key}, exponent {slopes[key]:.2f}")
         axes.set(xlabel=what)
         axes.grid(alpha=0.3)
         axes.legend(fontsize=7)
@@ -69,7 +69,7 @@ def draw(name: str, rows: Sequence[Row]) -> None:
         case "overhead":
             bars(figure.subplots(), rows, ["agent"], ["overhead per call, us", "transformer per call, us"])
         case "end_to_end":
-            bars(figure.subplots(), rows, ["seed"], ["sampling", "training", "agents and the rest"])
+            bars(figure.subplots(), rows, ["seed"], ["sampling", "training", "judging", "agents and the rest"])
     figure.savefig(RESULTS / f"{name}.png")
 
 

@@ -163,9 +163,9 @@ def measure(
         vllm.close()
     tokens = len(prompts) * NEW_TOKENS
     ours, staggered = tokens / times.seconds("ours"), statistics.median(speeds[1:])
-    weights = sum(p.numel() for name, p in reference.named_parameters() if "embed" not in name)
-    weights += reference.get_output_embeddings().weight.numel()
-    flops = 2 * weights * tokens + 2 * weights * sum(map(len, random_prompts()))
+    layers = sum(p.numel() for name, p in reference.named_parameters() if "embed" not in name)
+    head = reference.get_output_embeddings().weight.numel()
+    flops = 2 * layers * (tokens + sum(map(len, random_prompts()))) + 2 * head * tokens
     return {
         "model": size,
         "dtype": dtype,
@@ -179,7 +179,7 @@ def measure(
         "staggered / static": staggered / ours,
         "share of the matmul rate": flops / times.seconds("ours") / 1e9 / matmul_rate(dtype),
         "largest error": error,
-        "rounds": len(times.rounds),
+        **times.counts,
     }
 
 
@@ -192,7 +192,7 @@ def main(
     """Measure, print and keep."""
     work = [*product(size or SIZES, dtype or ["float32", "bfloat16"])]
     if size is None:
-        work.remove(("L", "float32"))
+        work = [one for one in work if one != ("L", "float32")]
 
     def row(one: str, precision: str) -> dict[str, Any]:
         return measure(one, precision, rounds, vllm, continuous=(one, precision) == ("S", "float32"))

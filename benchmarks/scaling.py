@@ -21,7 +21,7 @@ from statistics import linear_regression
 from typing import Annotated, Any
 
 import typer
-from common import GROUP, SIZES, half_good, load, make_call, peak_memory, write_results
+from common import GROUP, SIZES, forget_peak_memory, half_good, load, make_call, peak_memory, write_results
 
 from agentscope_tuner.config import AlgorithmConfig
 from agentscope_tuner.engine.learner import Learner
@@ -66,9 +66,10 @@ def measure_here(size: str, dtype: str, episodes: int, turns: int, prompt: int) 
     loaded, settings = load(size, dtype, context)
     learner = Learner(loaded, AlgorithmConfig(), settings, SAMPLED)
     sampler = Sampler(loaded, settings)
-    asyncio.run(play(sampler, 8, 1, 64))  # warm-up
+    learner.accumulate(half_good(asyncio.run(play(sampler, 8, 1, 64))))  # warm-up
+    learner.optimizer.zero_grad()
     sampler.weights_changed(1)
-    before, begun = peak_memory(), time.perf_counter()
+    before, begun = forget_peak_memory(), time.perf_counter()
     calls = asyncio.run(play(sampler, episodes, turns, prompt))
     rollout_s, rollout_gb = time.perf_counter() - begun, peak_memory() - before
     datums = half_good(calls)

@@ -54,6 +54,7 @@ def test_roles_are_sampled_in_one_batch_with_their_own_adapters(tiny_model_dir: 
     loaded = with_adapters(tiny_model_dir)
     keep_version(loaded, "critic", "critic@0")
     sampler = start(loaded, fast_decoder=fast, max_slots=16)
+    assert sampler.runs_modules is not fast
     calls = play(loaded, sampler, adapters={"solver": "solver", "critic": "critic@0"})
     ours = learner_of(loaded).logprobs(calls)
     seen = dict.fromkeys(("solver", "critic@0"), 0)

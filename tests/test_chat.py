@@ -15,7 +15,7 @@ from tokenizers import models as tokenizer_models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from agentscope_tuner.algorithms import common_prefix
-from agentscope_tuner.chat import ChatRenderer, Conversation, Message, Prompt, parse_reply, write_reply
+from agentscope_tuner.chat import ChatRenderer, Conversation, Message, Prompt, Reply, parse_reply, write_reply
 from agentscope_tuner.errors import ConfigError, ModelError, UnsupportedContentError
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
@@ -119,6 +119,12 @@ def test_without_tools_calls_stay_text() -> None:
 def test_thinking_is_kept_apart(completion: str, thinking: str, text: str, tools: bool) -> None:
     reply = parse_reply(completion, tools=tools)
     assert (reply.thinking, reply.text) == (thinking, text)
+
+
+def test_where_the_prompt_opens_the_thought_all_is_thought_until_it_ends() -> None:
+    assert parse_reply(f"Perhaps {CALL}? No", tools=True, thinks=True) == Reply("", thinking=f"Perhaps {CALL}? No")
+    assert parse_reply("So.</think>\n4", tools=True, thinks=True) == Reply("4", thinking="So.")
+    assert calls_of(f"So.</think>{CALL}") == calls_of(CALL) != []
 
 
 def test_calls_that_are_only_thought_of_are_not_made() -> None:

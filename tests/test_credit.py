@@ -279,6 +279,42 @@ def test_default_models_are_not_asked_again(model: PolicyModel) -> None:
     assert [other.error for other in branch.continuations] == [None, None]
 
 
+def test_auxiliary_models_repeat_themselves(model: PolicyModel) -> None:
+    async def helped(task: dict[str, Any], model: Any, auxiliary_models: dict[str, Any]) -> WorkflowOutput:
+        for said in ("", "a"):
+            hint = await auxiliary_models["helper"]([{"role": "user", "content": "You said . Go on."}])
+            text = f"Hint: {hint.content[0]['text']} You said {said}. Go on."
+            await model([{"role": "user", "content": text}])
+        return WorkflowOutput(reward=1.0)
+
+    rollout = Rollout(WorkflowRunner(helped), None, model, WorkflowConfig(), 0, {"helper": model})
+    branching = BranchingConfig(episodes=8, continuations=2, turns=[1])
+    (group,) = asyncio.run(rollout.run([Task()], 8, phase="test", branching=branching))
+    assert len({episode.calls[0].messages[0]["content"] for episode in group.episodes}) == 2, "hints differ"
+    for episode in group.episodes:
+        assert episode.branch is not None
+        assert [other.error for other in episode.branch.continuations] == [None, None]
+
+
+def test_continuations_that_all_fail_take_nothing_away(model: PolicyModel) -> None:
+    class Fragile(Workflow):
+        async def execute(self, task: WorkflowTask, model_tuner: ModelTuner) -> WorkflowOutput:
+            said = ""
+            for _ in range(2):
+                answer = await model_tuner([{"role": "user", "content": "You said . Go on."}])
+                said += answer.content[0]["text"]
+            if "again" in task.episode_id:
+                raise ValueError("no")
+            return WorkflowOutput(reward=float(len(said.replace("b", ""))))
+
+    groups = play(model, Fragile, groups=1, size=6, branching=BranchingConfig(episodes=6, continuations=2, turns=[1]))
+    plain = play(model, Fragile, groups=1, size=6)
+    advantages = [
+        [credit.advantages for credit in credits] for credits in compute_advantages([*groups, *plain], "mean_only")
+    ]
+    assert advantages[0] == advantages[1] != []
+
+
 # -------------------------------------------------------------------------------------------------- turn rewards
 
 
@@ -304,6 +340,18 @@ def test_turn_rewards_alone_are_enough(model: PolicyModel) -> None:
 
     (group,) = play(model, Paid, groups=1, size=2)
     assert [episode.reward for episode in group.episodes] == [{"default": 0.75}] * 2
+
+
+def test_turns_that_earned_nothing_were_rewarded_as_well(model: PolicyModel) -> None:
+    class Poor(Workflow):
+        async def execute(self, task: WorkflowTask, model_tuner: ModelTuner) -> WorkflowOutput:
+            for value in (0.5, -0.5):
+                await model_tuner([{"role": "user", "content": "You said . Go on."}])
+                model_tuner.reward("default", value if task.group_index else 0.0)
+            return WorkflowOutput()
+
+    (group,) = play(model, Poor, groups=1, size=2)
+    assert [(episode.error, episode.reward) for episode in group.episodes] == [(None, {"default": 0.0})] * 2
 
 
 @pytest.mark.parametrize(("amount", "first", "message"), [(math.nan, False, "finite"), (1.0, True, "first turn")])

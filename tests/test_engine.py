@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import Awaitable
 from pathlib import Path
@@ -37,7 +38,7 @@ from agentscope_tuner.engine.models import layer_weight, load_model
 from agentscope_tuner.engine.native import NativeKernels, native_kernels
 from agentscope_tuner.engine.sampler import Sampler
 from agentscope_tuner.engine.trainable import TrainableDecoder, choose_forward
-from agentscope_tuner.errors import ConfigError, ModelError, ParityError, PromptTooLongError
+from agentscope_tuner.errors import ConfigError, ModelError, ParityError, PromptTooLongError, TrainingStoppedError
 from agentscope_tuner.policy import Sample, SamplingParams
 from agentscope_tuner.types import ModelCall
 
@@ -100,6 +101,88 @@ def test_an_altered_token_is_noticed_before_any_update(tiny_model_dir: Path) -> 
     with pytest.raises(ParityError, match="first differing call: role `solver`"):
         learner_of(loaded).train([datums])
     assert all(torch.equal(before[name], p) for name, p in loaded.trainable_parameters().items())
+
+
+def test_what_rounding_decides_does_not_stop_a_run(tiny_model_dir: Path) -> None:
+    """Whether a token at the edge of a truncated distribution belongs to it, or differences over a low temperature."""
+    loaded = load(tiny_model_dir)
+    calls = play(loaded, start(loaded), episodes=12)
+    learner = learner_of(loaded, learning_rate=1e-9)
+
+    def train(call: ModelCall, offset: float) -> None:
+        call.logprobs[0] += offset
+        learner.train([[Datum(call, 1.0, 0.0, 0)]])
+
+    truncated = [call for call in calls if call.top_p < 1 or call.top_k]
+    plain = [call for call in calls if call.top_p == 1 and not call.top_k]
+    train(truncated[0], 0.05)
+    with pytest.raises(ParityError, match=r"within 0\.1"):
+        train(truncated[1], 5.0)
+    cold = next(call for call in plain if call.temperature == 0.7)
+    train(cold, 1.2e-4)
+    with pytest.raises(ParityError, match=r"within 0\.000142857"):
+        train(cold, 1e-4)
+    with pytest.raises(ParityError, match=r"within 0\.0001,"):
+        train(next(call for call in plain if call.temperature == 1.0), 2e-4)
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing(tiny_model_dir: Path) -> None:
+    loaded = load(tiny_model_dir)
+    learner = learner_of(loaded)
+    call = play(loaded, start(loaded), episodes=1, turns=1, mixed_params=False)[0]
+    before = {name: p.detach().clone() for name, p in loaded.trainable_parameters().items()}
+    with pytest.raises(TrainingStoppedError, match="the gradient of update 1 has the norm"):
+        learner.train([[Datum(call, math.inf, 0.0, 0)]])
+    assert all(torch.equal(before[name], p) for name, p in loaded.trainable_parameters().items())
+    learner.train([[Datum(call, 1.0, 0.0, 0)]])
+
+
+def test_a_second_turn_goes_on_from_the_first(tiny_model_dir: Path) -> None:
+    """Also where a group's prompts are one trunk, so that a slot holds a single token of them."""
+    loaded = load(tiny_model_dir)
+    sampler = start(loaded)
+    prompt = [5 + i * 37 % 90 for i in range(100)]
+
+    async def episode(name: int) -> None:
+        sampler.open_episode(f"{name}")
+        ids = prompt
+        for turn in range(3):
+            sample = await sampler.sample(
+                ids, SamplingParams(max_tokens=30, seed=10 * name + turn), episode_id=f"{name}"
+            )
+            ids = [*ids, *sample.token_ids, 7, 8, 9]
+        sampler.close_episode(f"{name}")
+
+    async def everybody() -> None:
+        await asyncio.gather(*map(episode, range(8)))
+
+    asyncio.run(everybody())
+    # The trunk, the prompt's last token for each, and in every later turn what is new: the last token and three more.
+    assert sampler.tokens_prefilled <= 99 + 8 + 2 * 8 * 4
+
+
+def test_what_sequences_share_has_its_place_in_the_budget(tiny_model_dir: Path) -> None:
+    loaded = load(tiny_model_dir)
+    expected = start(loaded, max_slots=4)
+    sequence_gb = 2 * math.prod(decoder.cache_shape(loaded)) * 4 * loaded.max_model_len / 1e9
+    tight = start(loaded, max_slots=4, kv_cache_gb=4.7 * sequence_gb)
+    assert 0 < tight._runner.trunk_tokens < 400
+
+    async def groups(sampler: Sampler) -> list[Sample]:
+        found = []
+        for group in range(8):
+            prompt = [5 + (i + group) * 37 % 90 for i in range(200)]
+            found += await asyncio.gather(
+                *(
+                    sampler.sample(prompt, SamplingParams(max_tokens=5, seed=i), episode_id=f"{group}-{i}")
+                    for i in range(4)
+                )
+            )
+            assert sum(len(trunk.ids) for trunk in sampler._slots._trunks) <= sampler._runner.trunk_tokens
+        return found
+
+    found, wanted = asyncio.run(groups(tight)), asyncio.run(groups(expected))
+    assert [sample.token_ids for sample in found] == [sample.token_ids for sample in wanted]
 
 
 def test_greedy_decoding_equals_generate_on_100_prompts(tiny_agent_dir: Path) -> None:
@@ -485,6 +568,21 @@ def test_bfloat16_keeps_small_updates_in_master_weights(tiny_model_dir: Path) ->
     before = {name: master.detach().clone() for name, master in learner.optimizer.masters.items()}
     learner.train([[Datum(call, 1.0 - 2 * (i % 2), 0.0, i) for i, call in enumerate(calls)]])
     assert any(not torch.equal(before[name], master) for name, master in learner.optimizer.masters.items())
+
+
+def test_gradients_in_bfloat16_are_summed_in_float32(tiny_model_dir: Path) -> None:
+    engine = EngineConfig(device="cpu", dtype="bfloat16")
+    loaded = load_model(TunerModelConfig(model_path=str(tiny_model_dir), max_model_len=64), engine)
+    optimizer = Learner(loaded, AlgorithmConfig(), engine, 12).optimizer
+    name, parameter = next(iter(loaded.trainable_parameters().items()))
+    generator = torch.Generator().manual_seed(0)
+    expected = torch.zeros(parameter.shape)
+    for _ in range(600):
+        part = (1 + torch.randn(parameter.shape, generator=generator)).bfloat16()
+        (parameter * part).sum().backward()
+        expected += part
+    assert parameter.grad is None
+    assert relative_difference({name: optimizer.masters[name].grad}, {name: expected}) < 1e-4
 
 
 def test_bfloat16_is_checked_call_by_call() -> None:

@@ -11,7 +11,7 @@ from engine_tools import load
 
 from agentscope_tuner.config import AlgorithmConfig, EngineConfig, LoraConfig
 from agentscope_tuner.engine.learner import Learner
-from agentscope_tuner.engine.memory import StepMemory, micro_batch_tokens
+from agentscope_tuner.engine.memory import StepMemory, pass_tokens
 from agentscope_tuner.engine.trainable import TreePass
 from agentscope_tuner.errors import ConfigError
 
@@ -72,7 +72,7 @@ def test_a_budget_lowers_the_tokens_of_a_pass(lora: LoraConfig | None) -> None:
 
     def tokens(asked: int | None = 6144, **engine) -> int:
         config = EngineConfig(device="cpu", micro_batch_tokens=asked, **engine)
-        return micro_batch_tokens(TreePass(loaded, config), config)
+        return pass_tokens(TreePass(loaded, config), config).usual
 
     assert tokens(None) == tokens(None, step_memory_gb=100) == 1536
     assert tokens() == tokens(step_memory_gb=100) == 6144
@@ -86,5 +86,6 @@ def test_the_learner_keeps_to_it() -> None:
     loaded = load("tiny-agent", max_model_len=256)
     engine = EngineConfig(device="cpu", step_memory_gb=0.1, micro_batch_tokens=6144)
     learner = Learner(loaded, AlgorithmConfig(), engine, 12)
-    bound = micro_batch_tokens(TreePass(loaded, engine), engine)
-    assert learner._micro_batch_tokens == bound
+    bound = pass_tokens(TreePass(loaded, engine), engine)
+    assert bound.usual == bound.most < 6144
+    assert learner._pass_tokens == bound

@@ -129,6 +129,23 @@ def test_without_a_compiler_everything_works(
     assert capfd.readouterr() == ("", "")
 
 
+def test_gates_of_any_size(fresh: Path) -> None:
+    kernels = native_kernels()
+    assert kernels is not None
+    gate = torch.tensor([-1e4, -200.0, -89.0, -88.0, -1.0, 0.0, 1.0, 89.0, 1e4]).repeat(8).requires_grad_()
+    up = torch.linspace(-1, 1, len(gate)).requires_grad_()
+    expected = torch.nn.functional.silu(gate) * up
+    wanted = torch.autograd.grad(expected.sum(), (gate, up))
+    gate, up = gate.detach(), up.detach()
+    torch.testing.assert_close(kernels.swiglu(gate, up), expected.detach())
+    for dtype in (torch.float32, torch.bfloat16):
+        joined = torch.cat([gate, up])[None].to(dtype)
+        half = torch.nn.functional.silu(joined[:, : len(gate)].float()) * joined[:, len(gate) :].float()
+        torch.testing.assert_close(kernels.gate_joined(joined), half.to(dtype))
+    found = kernels.swiglu_backward(torch.ones_like(gate), gate, up)
+    torch.testing.assert_close(found, wanted)
+
+
 def test_a_library_that_computes_something_else_is_not_used(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = shutil.copytree(native.KERNELS, fresh.parent / "kernels")
     source = wrong / "common.h"

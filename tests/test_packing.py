@@ -59,3 +59,17 @@ def test_append_only_turns_cost_their_last_turn_alone() -> None:
     (tree,) = pack(turns, max_tokens=10**6)
     assert len(tree.ids) == 600
     assert len(tree.families) == 1
+
+
+def test_what_is_shared_is_shared_however_long_it_is() -> None:
+    turns = [list(range(100 * (i + 1))) for i in range(20)]
+    assert [len(tree.ids) for tree in pack(turns, max_tokens=500)] == [2000]
+    group = [[*range(2000), *range(10_000 * (i + 1), 10_000 * (i + 1) + 50)] for i in range(8)]
+    assert [len(tree.ids) for tree in pack(group, max_tokens=500)] == [2400]
+    assert sorted(len(tree.ids) for tree in pack(group, max_tokens=500, most_tokens=2200)) == [2200, 2200]
+    assert [len(tree.ids) for tree in pack(group, max_tokens=500, most_tokens=100)] == [2050] * 8
+
+
+def test_beginnings_too_short_to_share_count_for_every_sequence() -> None:
+    sequences = [[*range(23), 100 + i] for i in range(300)]
+    assert max(len(tree.ids) for tree in pack(sequences, max_tokens=240)) == 240

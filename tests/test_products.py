@@ -13,9 +13,9 @@ from agentscope_tuner.engine.products import onednn_products
 
 @pytest.fixture(autouse=True)
 def unknown() -> Iterator[None]:
-    products._exact.cache_clear()
+    products.onednn_is_exact.cache_clear()
     yield
-    products._exact.cache_clear()
+    products.onednn_is_exact.cache_clear()
 
 
 def setting() -> str:
@@ -25,7 +25,7 @@ def setting() -> str:
 def test_the_setting_holds_inside_only() -> None:
     before = setting()
     with onednn_products():
-        assert setting() == ("bf16" if products._exact() else before)
+        assert setting() == ("bf16" if products.onednn_is_exact() else before)
     assert setting() == before
     with pytest.raises(ValueError, match="anything"), onednn_products():
         raise ValueError("anything")
@@ -38,7 +38,7 @@ def test_a_processor_that_rounds_is_left_alone(monkeypatch: pytest.MonkeyPatch) 
     before = setting()
     with onednn_products():
         assert setting() == before
-    assert not products._exact()
+    assert not products.onednn_is_exact()
 
 
 def test_products_inside_are_float32() -> None:

@@ -454,6 +454,15 @@ def test_signature_errors_are_config_errors_and_come_before_anything_is_loaded(t
         tune(short_form, tmp_path / "no-such-config.yaml", judge_func=short_judge)
 
 
+def test_what_a_partial_has_bound_is_not_shown() -> None:
+    async def with_key(task: dict[str, Any], model: Any, *, api_key: str, extra: int) -> float:
+        return 0.0
+
+    with pytest.raises(SignatureError, match=r"api_key: 'str' = \.\.\., extra") as error:
+        check_workflow(functools.partial(with_key, api_key="sk-1234"))
+    assert "sk-1234" not in str(error.value)
+
+
 # --------------------------------------------------------------------------------------------- accepted workflows
 
 

@@ -146,7 +146,7 @@ class RoleModel(ChatModelBase):
             while (token := await tokens.get()) is not None:
                 drawn.append(token)
                 # Half a tool call cannot be shown; the text before it can.
-                reply = parse_reply(settled_text(self._recorder.text_of(drawn), marks), tools=False)
+                reply = self._recorder.reply_of(settled_text(self._recorder.text_of(drawn), marks), tools=False)
                 if reply.text != shown and not reply.text.endswith("�"):
                     shown = reply.text
                     yield ChatResponse(content=_blocks(reply))

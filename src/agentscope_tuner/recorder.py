@@ -110,6 +110,8 @@ class Recorder:
         keeps of the others (see `replayed`)."""
         self._replay = replay
         self.on_answer = on_answer
+        self.rewarded = False
+        """Whether a turn has earned something by itself, be it nothing."""
         self._agents = Counter[str]()
         self._closed = False
         self._helps = helps
@@ -214,6 +216,7 @@ class Recorder:
         for call in reversed(self.calls):
             if call.role == role and agent in (None, call.agent):
                 call.reward += value
+                self.rewarded = True
                 return
         who = f"role `{role}`" if agent is None else f"agent `{agent}` of role `{role}`"
         raise RewardError(f"{who} earned a reward of {value} before its first turn; give it after a call")
@@ -269,7 +272,7 @@ class Recorder:
         text = self.text_of(sample.token_ids, params.stop)
         if self._closed:
             raise EpisodeTimeoutError(f"episode `{self.episode_id}` is over")
-        reply = parse_reply(text, tools=bool(tools) and tool_choice != "none")
+        reply = self.reply_of(text, tools=bool(tools) and tool_choice != "none")
         self._conversation.add(prompt, sample.token_ids, reply)
         call = ModelCall(
             role=role,
@@ -315,6 +318,10 @@ class Recorder:
         text = self.model.renderer.decode(ids)
         cuts = [text.index(mark) for mark in stop if mark in text]
         return text[: min(cuts)] if cuts else text
+
+    def reply_of(self, text: str, *, tools: bool) -> Reply:
+        """What the text of a completion says; with `tools=False` tool calls stay text."""
+        return parse_reply(text, tools=tools, thinks=self.model.renderer.opens_thinking)
 
     def stop_strings(self, options: Mapping[str, Any]) -> tuple[str, ...]:
         """What ends the text of a call with these options."""

@@ -167,7 +167,8 @@ class Rollout:
             replay=start.replay,
         )
         auxiliary = {
-            name: Recorder(helper, episode_id=f"{task.episode_id}/{name}", seed=seed, helps=recorder)
+            # Where an episode is continued, they say again what they said in it: the task's seed is the same.
+            name: Recorder(helper, episode_id=f"{task.episode_id}/{name}", seed=task.seed, helps=recorder)
             for name, helper in self.auxiliary_models.items()
         }
         episode = Episode(task, calls=recorder.calls, opponents=start.cast.opponents, replayed=start.replayed)
@@ -208,7 +209,7 @@ class Rollout:
                 "`model_tuner.get_model(role)` of a trained role"
             )
         reward, metrics = output.reward, {f"workflow/{k}": v for k, v in (output.metrics or {}).items()}
-        if reward is None and self.judge is None and any(call.reward for call in recorder.calls):
+        if reward is None and self.judge is None and recorder.rewarded:
             reward = 0.0  # all there is was earned turn by turn
         if reward is None:
             if self.judge is None:
@@ -367,16 +368,28 @@ def run_to_end(work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run(work)
     outcome: list[T] = []
     errors: list[BaseException] = []
+    loop = asyncio.new_event_loop()
 
     def target() -> None:
         try:
-            outcome.append(asyncio.run(work))
+            with asyncio.Runner(loop_factory=lambda: loop) as runner:
+                outcome.append(runner.run(work))
         except BaseException as exc:
             errors.append(exc)
 
-    thread = threading.Thread(target=target, name="agentscope-tuner")
+    def stop() -> None:
+        for task in asyncio.all_tasks(loop):
+            task.cancel()
+
+    thread = threading.Thread(target=target, name="agentscope-tuner", daemon=True)
     thread.start()
-    thread.join()
+    try:
+        thread.join()
+    except BaseException:  # somebody interrupts the cell of a notebook
+        with suppress(RuntimeError):  # the loop may be closed meanwhile
+            loop.call_soon_threadsafe(stop)
+        thread.join()
+        raise
     if errors:
         raise errors[0]
     return outcome[0]

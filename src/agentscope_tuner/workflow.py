@@ -287,11 +287,19 @@ def _name(annotation: Any) -> str:
     return getattr(annotation, "__name__", str(annotation))
 
 
+class _Hidden:
+    def __repr__(self) -> str:
+        return "..."
+
+
 def _signature(function: Any) -> str:
     try:
-        return str(inspect.signature(function))
+        signature = inspect.signature(function)
     except (TypeError, ValueError):
         return "(...)"
+    # Values are not shown: what a `partial` has bound may be a key.
+    hidden = [p if p.default is p.empty else p.replace(default=_Hidden()) for p in signature.parameters.values()]
+    return str(signature.replace(parameters=hidden))
 
 
 def _show(value: Any) -> str:

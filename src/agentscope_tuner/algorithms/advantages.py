@@ -90,7 +90,8 @@ def _compare_continuations(
             if trajectory.role == role
         ]
         first = sum(call.role == role for call in episode.calls[: branch.call])
-        _compare([credit, *others], first, mode, discount)
+        if others:
+            _compare([credit, *others], first, mode, discount)
         found += others
     return found
 

@@ -54,10 +54,18 @@ def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     return low
 
 
-def pack(sequences: Sequence[list[int]], *, max_tokens: int, min_shared: int = MIN_SHARED) -> list[PackedTree]:
+def pack(
+    sequences: Sequence[list[int]],
+    *,
+    max_tokens: int,
+    most_tokens: int | None = None,
+    min_shared: int = MIN_SHARED,
+) -> list[PackedTree]:
     """Pack sequences into trees of about `max_tokens` tokens; a longer sequence gets a tree of its own.
 
-    Neighbours in lexicographic order share the most, so one sort finds both the trees and where to cut them.
+    Neighbours in lexicographic order share the most, so one sort finds both the trees and where to cut them. Where a
+    cut would run a shared beginning again, a tree may have as many tokens more as that has, up to `most_tokens`: so
+    long sequences share what they have in common, and cuts fall where little is shared.
     """
     order = sorted(range(len(sequences)), key=lambda i: sequences[i])
     trees: list[PackedTree] = []
@@ -66,14 +74,17 @@ def pack(sequences: Sequence[list[int]], *, max_tokens: int, min_shared: int = M
     size = 0
     for i in order:
         overlap = common_prefix(sequences[batch[-1]], sequences[i]) if batch else 0
-        added = len(sequences[i]) - overlap
-        if batch and size + added > max_tokens:
+        saved = overlap if batch and (overlap >= min_shared or overlap == len(sequences[batch[-1]])) else 0
+        limit = max_tokens + saved
+        if most_tokens is not None:
+            limit = min(limit, max(max_tokens, most_tokens))
+        if batch and size + len(sequences[i]) - saved > limit:
             trees.append(_build(sequences, batch, shared, min_shared))
             batch, shared, size = [], [], 0
-            overlap, added = 0, len(sequences[i])
+            overlap = saved = 0
         batch.append(i)
         shared.append(overlap)
-        size += added
+        size += len(sequences[i]) - saved
     if batch:
         trees.append(_build(sequences, batch, shared, min_shared))
     return trees

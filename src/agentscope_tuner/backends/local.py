@@ -15,7 +15,7 @@ import gc
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,6 +39,7 @@ from agentscope_tuner.engine.models import (
     model_directory,
     prepare_torch,
 )
+from agentscope_tuner.engine.products import onednn_products
 from agentscope_tuner.engine.sampler import Sampler
 from agentscope_tuner.errors import ConfigError, RoleError
 from agentscope_tuner.opponents import OpponentPool, plain_cast
@@ -220,8 +221,10 @@ class LocalRun:
         )
         self.history = self.folder.read_metrics()
         self.evaluations: dict[int, dict[str, EvalResult]] = {}
+        # Where both work at once, products are done in one way all the time: the switch is the whole process's.
+        products = onednn_products() if algorithm.max_staleness else nullcontext()
         async with aclosing(self.rollout):
-            with self.folder, self._tensorboard() as self.board, self.view:
+            with products, self.folder, self._tensorboard() as self.board, self.view:
                 if newest is None:
                     await self._begin()
                 try:
@@ -258,7 +261,10 @@ class LocalRun:
                 setattr(metrics, name, getattr(done, name))
             metrics.tokens_trained, metrics.tokens_packed = done.tokens_trained, done.tokens_packed
         else:
-            self.view.message(f"step {step}: every group earned the same reward throughout, so nothing was learned")
+            why = "every group earned the same reward throughout"
+            if any(batch.credits):
+                why = "every call that made a difference was at temperature 0, where nothing is drawn"
+            self.view.message(f"step {step}: {why}, so nothing was learned")
         if self._ahead is not None:
             await asyncio.wait({self._ahead})  # what it raises is the next step's affair
         self._publish(step)
@@ -340,6 +346,8 @@ class LocalRun:
         results = await evaluate_policy(
             self.rollout, self.eval_tasks, self.view, self.config.algorithm.max_failed_fraction
         )
+        # What it left in the cache would be missing where a run goes on from a checkpoint.
+        self.engine.sampler.weights_changed(self.engine.sampler.policy_version)
         self.evaluations[metrics.step] = results
         describe_evaluation(results, metrics)
 

@@ -34,13 +34,14 @@ class Reply:
     tool_calls: list[ToolCall] = field(default_factory=list)
 
 
-def parse_reply(completion: str, *, tools: bool) -> Reply:
+def parse_reply(completion: str, *, tools: bool, thinks: bool = False) -> Reply:
     """Take a completion apart; with `tools=False` tool calls stay text.
 
+    With `thinks`, the prompt ended inside a thinking block: everything before its end is thought, and nothing is done.
     A tool call that is not valid JSON of the right form stays in the text, where the agent, its hints and whoever
     reads the transcript can see it.
     """
-    thinking, text = _split_thinking(completion)
+    thinking, text = _split_thinking(completion, thinks)
     calls: list[ToolCall] = []
 
     def take(match: re.Match[str]) -> str:
@@ -73,13 +74,13 @@ def write_reply(reply_text: str, calls: list[tuple[str, Mapping[str, Any]]]) -> 
     return "\n".join(parts)
 
 
-def _split_thinking(completion: str) -> tuple[str, str]:
+def _split_thinking(completion: str, thinks: bool) -> tuple[str, str]:
     # Some templates open the thinking block in the prompt, so a completion may hold only its end.
     before, close, after = completion.partition(THINK_CLOSE)
     if close:
         return before.replace(THINK_OPEN, "", 1).strip(), after
     opened = completion.lstrip()
-    if opened.startswith(THINK_OPEN):  # cut off while thinking
+    if thinks or opened.startswith(THINK_OPEN):  # cut off while thinking
         return opened.removeprefix(THINK_OPEN).strip(), ""
     return "", completion
 

@@ -122,7 +122,8 @@ class AlgorithmConfig(_Config):
     max_staleness: int = Field(default=0, ge=0, le=1)
     """Steps that a batch may be older than the weights that learn from it. 1: the next batch is sampled while the
     gradient of this one is computed, which saves time where agents wait for tools or other services; probability ratios
-    stay exact. 0: sampling and training take turns."""
+    stay exact. A run that is continued has one batch of newer weights than it would have had. 0: sampling and training
+    take turns."""
     kl_coef: float = Field(default=0.0, ge=0.0)
     """Weight of KL(policy || initial policy) in the loss: the k3 estimate times the probability ratio, which makes its
     gradient unbiased (arXiv:2512.02556)."""
@@ -247,8 +248,8 @@ class EngineConfig(_Config):
     """Tokens guessed ahead, from what was said before, and verified together. Takes fewer steps and changes no token.
     0: none. Without compiled steps there are none either."""
     micro_batch_tokens: int | None = Field(default=None, ge=16)
-    """Tokens per forward and backward pass of the learner. None: 1536 on a CPU, where more take memory but save no
-    time, and 6144 on a GPU."""
+    """Tokens per forward and backward pass of the learner, beside those that a long beginning shared by several
+    sequences has. None: 1536 on a CPU, where more take memory but save no time, and 6144 on a GPU."""
     step_memory_gb: float | None = Field(default=None, gt=0.0)
     """Upper bound of what training takes beside the weights, in GB: gradients, the optimizer's state, activations and
     logits; lowers `micro_batch_tokens`. None: no bound."""

@@ -27,7 +27,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from agentscope_tuner.chat import THINK_CLOSE, TOOL_CALL_OPEN, Reply, parse_reply, settled_text
+from agentscope_tuner.chat import TOOL_CALL_OPEN, Reply, settled_text
 from agentscope_tuner.endpoint.protocol import Answer, ChatRequest, Refusal, parse_chat_request, refusal_of
 from agentscope_tuner.errors import ConfigError, EpisodeTimeoutError
 from agentscope_tuner.recorder import Completion, Recorder
@@ -298,17 +298,14 @@ class _GrowingText:
         self._marks = recorder.stop_strings(chat.options)
         if chat.tools and chat.tool_choice != "none":
             self._marks = (TOOL_CALL_OPEN, *self._marks)
-        self._thinks = recorder.model.renderer.opens_thinking
         self._drawn: list[int] = []
         self._sent = ""
 
     def grow(self, token: int) -> str:
         """What can be sent now that a token was drawn: half a tool call or stop string cannot."""
         self._drawn.append(token)
-        text = self._recorder.text_of(self._drawn)
-        if self._thinks and THINK_CLOSE not in text:
-            return ""
-        settled = parse_reply(settled_text(text, self._marks), tools=False).text
+        text = settled_text(self._recorder.text_of(self._drawn), self._marks)
+        settled = self._recorder.reply_of(text, tools=False).text
         if settled.endswith("�") or not settled.startswith(self._sent):
             return ""
         piece = settled[len(self._sent) :]

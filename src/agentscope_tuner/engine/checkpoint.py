@@ -192,7 +192,8 @@ def restore(path: Path, loaded: LoadedModel, optimizer: Optimizer) -> TrainerSta
                 if master is not optimizer.parameters[name]:
                     master.copy_(tensors[f"master.{name}"])
                 optimizer.adamw.state[master] = {
-                    "step": tensors[f"step.{name}"],
+                    # Fused AdamW wants all of its state where the parameter is.
+                    "step": tensors[f"step.{name}"].to(master.device),
                     "exp_avg": tensors[f"exp_avg.{name}"].to(master.device),
                     "exp_avg_sq": tensors[f"exp_avg_sq.{name}"].to(master.device),
                 }

@@ -312,18 +312,20 @@ def choose_decoder(loaded: LoadedModel, rows: int, engine: EngineConfig) -> Deco
     modules = ModuleDecoder(loaded)
     if not engine.fast_decoder or not has_fused_form(loaded):
         return modules
-    expected = _probe(modules, loaded, None)
     kernels = kernels_for(loaded, engine)
+    # With every adapter, as they would sample; a model without any has one way to speak.
+    speakers = loaded.adapters or ("",)
+    expected = [_probe(modules, loaded, None, speaker) for speaker in speakers]
     kinds: list[type[FusedDecoder]] = [FusedDecoder if kernels is None else NativeDecoder]
     if kernels is not None and not loaded.adapters and _layer_bytes(loaded) <= _SMALL_LAYER:
         kinds.insert(0, WholeDecoder)
     for kind, packed in product(kinds, (True, False) if loaded.device.type == "cpu" else (False,)):
         try:
             candidate = kind(loaded, rows, packed=packed)
-            found = _probe(candidate, loaded, kernels)
+            found = [_probe(candidate, loaded, kernels, speaker) for speaker in speakers]
         except (AttributeError, RuntimeError):  # a layer is missing, or this PyTorch lacks the packed operators
             continue
-        if agree(found, expected, loaded.model.dtype):
+        if all(agree(*logits, loaded.model.dtype) for logits in zip(found, expected, strict=True)):
             return candidate
     return modules
 
@@ -333,8 +335,8 @@ def _layer_bytes(loaded: LoadedModel) -> int:
     return sum(parameter.nbytes for parameter in block.parameters())
 
 
-def _probe(decoder: Decoder, loaded: LoadedModel, kernels: NativeKernels | None) -> Tensor:
-    """Logits (2 N, V) for two sequences of N tokens."""
+def _probe(decoder: Decoder, loaded: LoadedModel, kernels: NativeKernels | None, speaker: str) -> Tensor:
+    """Logits (2 N, V) for two sequences of N tokens, with an adapter where there is one of this name."""
     device, length = loaded.device, min(12, loaded.max_model_len)
     probe = (torch.arange(2 * length, device=device) * 7919 % loaded.vocabulary).view(2, length)
     positions = torch.arange(length, device=device).expand(2, length)
@@ -345,5 +347,6 @@ def _probe(decoder: Decoder, loaded: LoadedModel, kernels: NativeKernels | None)
         probe, positions = probe.reshape(-1, 1), positions.reshape(-1, 1)
         slots = torch.arange(2).repeat_interleave(length)
         layout = RowLayout(cache, slots, positions[:, 0].contiguous(), (), torch.full_like(slots, -1))
-    hidden = decoder.hidden(probe, positions, layout)
+    with loaded.speaking_as(speaker):
+        hidden = decoder.hidden(probe, positions, layout, [(speaker, len(probe))])
     return decoder.logits(hidden.reshape(2 * length, -1))

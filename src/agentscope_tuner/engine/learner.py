@@ -22,7 +22,7 @@ from agentscope_tuner.algorithms.distributions import temper, truncate
 from agentscope_tuner.algorithms.losses import entropy, k3_divergence, policy_loss
 from agentscope_tuner.algorithms.packing import PackedTree, pack
 from agentscope_tuner.config import AlgorithmConfig, EngineConfig
-from agentscope_tuner.engine.memory import micro_batch_tokens
+from agentscope_tuner.engine.memory import PassTokens, pass_tokens
 from agentscope_tuner.engine.models import LoadedModel
 from agentscope_tuner.engine.native import NativeKernels
 from agentscope_tuner.engine.optimizer import Optimizer
@@ -48,8 +48,8 @@ class UpdateMetrics:
     tokens_trained: int = 0
     tokens_packed: int = 0
     logprob_gap: float = 0.0
-    """Largest difference between recorded log-probabilities and the learner's: of a token in float32, and of a call on
-    average in bfloat16, where an unlikely token may be far off ..."""
+    """Largest difference between recorded log-probabilities and the learner's, measured by what a call allows: of a
+    token, or of a call on average (see `Learner._parity`) ..."""
     gap_datum: int = 0
     """... and the datum it was found in."""
 
@@ -70,21 +70,21 @@ class Entries:
     """Which all of the tree's calls were sampled with."""
 
 
-def pack_calls(calls: Sequence[ModelCall], max_tokens: int) -> Iterator[tuple[PackedTree, Entries]]:
+def pack_calls(calls: Sequence[ModelCall], tokens: PassTokens) -> Iterator[tuple[PackedTree, Entries]]:
     """Pack calls into trees, with the entries where their losses land."""
     by_adapter: dict[str, list[int]] = defaultdict(list)
     for index, call in enumerate(calls):
         by_adapter[call.adapter].append(index)
     for adapter, indices in by_adapter.items():
-        yield from _pack_calls(calls, indices, adapter, max_tokens)
+        yield from _pack_calls(calls, indices, adapter, tokens)
 
 
 def _pack_calls(
-    calls: Sequence[ModelCall], indices: list[int], adapter: str, max_tokens: int
+    calls: Sequence[ModelCall], indices: list[int], adapter: str, pass_tokens: PassTokens
 ) -> Iterator[tuple[PackedTree, Entries]]:
     # Nothing follows a call's last token, so it need not be run.
     sequences = [(calls[i].prompt_ids + calls[i].completion_ids)[:-1] for i in indices]
-    for tree in pack(sequences, max_tokens=max_tokens):
+    for tree in pack(sequences, max_tokens=pass_tokens.usual, most_tokens=pass_tokens.most):
         tree.members = [indices[member] for member in tree.members]
         hidden: list[int] = []
         tokens: list[int] = []
@@ -124,12 +124,9 @@ class Learner:
         self._loaded = loaded
         self._algorithm = algorithm
         self._pass = TreePass(loaded, engine)
-        self._micro_batch_tokens = micro_batch_tokens(self._pass, engine)
+        self._pass_tokens = pass_tokens(self._pass, engine)
         self._max_tokens = max_tokens
         self.optimizer = Optimizer(loaded, betas=algorithm.adam_betas, weight_decay=algorithm.weight_decay)
-        self._exact = loaded.model.dtype == torch.float32
-        # bfloat16 rounds a logit of 16 by up to 1/16.
-        self._parity_tolerance = 1e-4 if self._exact else 0.1
         self._reference = None
         if algorithm.kl_coef > 0 and loaded.lora is None:
             self._reference = TreePass(copy.deepcopy(loaded), engine)
@@ -184,8 +181,9 @@ class Learner:
     ) -> UpdateMetrics:
         self.optimizer.zero_grad()
         metrics = self.accumulate(datums, reference, on_tree)
-        if on_policy and not metrics.logprob_gap <= self._parity_tolerance:
-            raise self._parity_error(datums[metrics.gap_datum].call, metrics.logprob_gap)
+        worst = datums[metrics.gap_datum].call
+        if on_policy and not metrics.logprob_gap <= self._parity(worst)[1]:
+            raise self._parity_error(worst, metrics.logprob_gap)
         return metrics
 
     @onednn_products()
@@ -208,8 +206,10 @@ class Learner:
         columns = _Columns(datums, device)
         gaps = torch.zeros(len(datums), device=device)
         lengths = torch.tensor([max(len(datum.call.completion_ids), _FEW) for datum in datums], device=device)
+        parity = [self._parity(datum.call) for datum in datums]
+        every_token = torch.tensor([strict for strict, _ in parity], device=device)
         entropy_weight = algorithm.entropy_coef / sum(len(datum.call.completion_ids) for datum in datums)
-        for tree, entries in pack_calls([datum.call for datum in datums], self._micro_batch_tokens):
+        for tree, entries in pack_calls([datum.call for datum in datums], self._pass_tokens):
             column = columns.of(entries)
             reference_logprobs = None
             if reference is not None:
@@ -237,10 +237,9 @@ class Learner:
                 loss.backward()
                 with torch.no_grad():
                     differences, calls = (logprobs - old).abs(), entries.call[rows].to(device)
-                    if self._exact:
-                        gaps.scatter_reduce_(0, calls, differences, "amax")
-                    else:
-                        gaps.index_add_(0, calls, differences / lengths[calls])
+                    strict = every_token[calls]
+                    gaps.scatter_reduce_(0, calls, differences * strict, "amax")
+                    gaps.index_add_(0, calls, differences / lengths[calls] * ~strict)
                     metrics.loss += loss.item()
                     metrics.kl_to_sampler += k3_divergence(old, logprobs).sum().item()
                     metrics.clip_fraction += clipped.sum().item()
@@ -250,8 +249,8 @@ class Learner:
             metrics.tokens_packed += len(tree.ids)
             if on_tree is not None:
                 on_tree(len(tree.ids))
-        gap, worst = gaps.max(0)
-        metrics.logprob_gap, metrics.gap_datum = gap.item(), int(worst)
+        worst = int((gaps / torch.tensor([tolerance for _, tolerance in parity], device=device)).argmax())
+        metrics.logprob_gap, metrics.gap_datum = gaps[worst].item(), worst
         metrics.kl_to_sampler /= metrics.tokens_trained
         metrics.clip_fraction /= metrics.tokens_trained
         metrics.entropy /= metrics.tokens_trained
@@ -280,7 +279,7 @@ class Learner:
         device = loaded.device
         columns = _Columns(datums, device)
         result = [torch.empty(len(datum.call.completion_ids)) for datum in datums]
-        for tree, entries in pack_calls([datum.call for datum in datums], self._micro_batch_tokens):
+        for tree, entries in pack_calls([datum.call for datum in datums], self._pass_tokens):
             column = columns.of(entries)
             with nullcontext() if bare else loaded.speaking_as(entries.adapter):
                 hidden = self._hidden(tree_pass, tree, entries)
@@ -310,10 +309,18 @@ class Learner:
         """Hidden states (n, D) that predict the entries' tokens."""
         return tree_pass.hidden(tree).index_select(0, entries.hidden.to(tree_pass.loaded.device))
 
+    def _parity(self, call: ModelCall) -> tuple[bool, float]:
+        """Whether every token of a call has to have its recorded log-probability, or all on average; within what."""
+        # bfloat16 rounds a logit of 16 by up to 1/16; and at the edge of a truncated distribution rounding decides
+        # whether a token belongs to it, which changes the others' probabilities by its own.
+        if self._loaded.model.dtype != torch.float32 or call.top_k > 0 or call.top_p < 1:
+            return False, 0.1
+        return True, 1e-4 / min(1.0, call.temperature or 1.0)
+
     def _parity_error(self, call: ModelCall, gap: float) -> ParityError:
         return ParityError(
             f"before any update the learner's log-probabilities must equal the sampler's within "
-            f"{self._parity_tolerance:g}, but differ by {gap:.3g}; first differing call: role `{call.role}`, "
+            f"{self._parity(call)[1]:g}, but differ by {gap:.3g}; first differing call: role `{call.role}`, "
             f"{len(call.prompt_ids)} prompt tokens, text {call.text[:80]!r}. What would be trained is not what was "
             "sampled: look for code that changes recorded calls, or set `engine.fast_decoder=false` and report it"
         )

@@ -10,7 +10,7 @@ import ctypes
 import sys
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -111,16 +111,25 @@ def _malloc_trim() -> Any:
     return getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform.startswith("linux") else None
 
 
-def micro_batch_tokens(tree_pass: TreePass, engine: EngineConfig) -> int:
-    """How many tokens a pass may have: `engine.micro_batch_tokens`, within `engine.step_memory_gb`.
+class PassTokens(NamedTuple):
+    """How many tokens a forward and backward pass may have."""
+
+    usual: int
+    """`engine.micro_batch_tokens`, and as many as fit into `engine.step_memory_gb`."""
+    most: int | None
+    """What fits into that, where sequences share more than this; None: no bound."""
+
+
+def pass_tokens(tree_pass: TreePass, engine: EngineConfig) -> PassTokens:
+    """How many tokens passes may have by a run's settings.
 
     Raises:
-        ConfigError: one sequence of `max_model_len` tokens would take more.
+        ConfigError: one sequence of `max_model_len` tokens would take more memory than it may.
     """
     loaded = tree_pass.loaded
     asked = engine.micro_batch_tokens or (_CPU_TOKENS if loaded.device.type == "cpu" else _GPU_TOKENS)
     if engine.step_memory_gb is None:
-        return asked
+        return PassTokens(asked, None)
     memory = estimate(tree_pass)
     tokens = memory.tokens_within(engine.step_memory_gb)
     if tokens < loaded.max_model_len:
@@ -130,4 +139,4 @@ def micro_batch_tokens(tree_pass: TreePass, engine: EngineConfig) -> int:
             f"{memory.fixed / 1e9:.2f} of them whatever its length; raise it, lower `model.max_model_len`, or train "
             "a LoRA adapter (`model.lora`)"
         )
-    return min(asked, tokens)
+    return PassTokens(min(asked, tokens), tokens)

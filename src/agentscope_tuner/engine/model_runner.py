@@ -29,6 +29,8 @@ _SCORE_ELEMENTS = 2**26
 _TRUNK_NUMBERS = 2**19
 """Where rows are padded, those that share a trunk are attended by themselves, which takes some 100 us of calls a step
 and layer. So long it takes to read this many numbers of keys and values."""
+_SLOTS_SHARE = 7 / 8
+"""Of the cache; the rest is for what sequences share."""
 _BESIDE_DECODING = 512
 """Prompt tokens computed in a step in which others draw, so that it does not hold them up for long."""
 
@@ -56,12 +58,14 @@ class ModelRunner:
         shape = cache_shape(loaded)
         token_bytes = 2 * math.prod(shape) * loaded.model.dtype.itemsize
         sequence_gb = token_bytes * loaded.max_model_len / 1e9
-        slots = min(engine.max_slots, int(engine.kv_cache_gb / sequence_gb))
-        if slots < 1:
+        if sequence_gb > engine.kv_cache_gb:
             raise ConfigError(
                 f"`engine.kv_cache_gb` is {engine.kv_cache_gb}, but one sequence of {loaded.max_model_len} tokens "
                 f"takes {sequence_gb:.2f} GB; raise it, or lower `model.max_model_len`"
             )
+        slots = min(engine.max_slots, max(1, int(_SLOTS_SHARE * engine.kv_cache_gb / sequence_gb)))
+        self.trunk_tokens = int((engine.kv_cache_gb - slots * sequence_gb) * 1e9 / token_bytes)
+        """How many tokens trunks may have together: what slots leave of the budget."""
         self.decoder: Decoder = choose_decoder(loaded, slots, engine)
         like = torch.empty(0, dtype=loaded.model.dtype, device=self._device)
         kernels = kernels_for(loaded, engine)

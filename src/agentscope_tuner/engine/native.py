@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -321,7 +322,7 @@ def native_kernels() -> NativeKernels | None:
     """The kernels; None where they cannot be built, or do not compute what they should."""
     try:
         kernels = NativeKernels(ctypes.CDLL(str(_build())))
-    except (OSError, subprocess.SubprocessError, AttributeError):
+    except (OSError, subprocess.SubprocessError, AttributeError, RuntimeError):
         return None
     return kernels if _agrees(kernels) else None
 
@@ -331,15 +332,18 @@ def _build() -> Path:
 
     Raises:
         OSError: there is no compiler, or no place to write.
+        RuntimeError: nobody knows the user's home.
         subprocess.SubprocessError: it refuses the source.
     """
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
-    if not sys.platform.startswith("linux") or compiler is None:
+    compiler = shlex.split(os.environ.get("CXX", "")) or [shutil.which("g++") or ""]
+    if not sys.platform.startswith("linux") or not compiler[0]:
         raise OSError("no C++ compiler")
-    # The machine's flags are part of the name: a home folder may be shared by different machines.
-    target = _run([compiler, "-march=native", "-E", "-v", "-", "-o", os.devnull], also_stderr=True)
+    # The machine's flags are part of the name: a home folder may be shared by different machines. So is what is linked,
+    # which differs between builds of PyTorch.
+    target = _run([*compiler, "-march=native", "-E", "-v", "-", "-o", os.devnull], also_stderr=True)
     text = b"".join(source.read_bytes() for source in sorted(KERNELS.iterdir()))
-    name = hashlib.sha256(text + target + " ".join(_COMPILE).encode()).hexdigest()[:16]
+    options = " ".join([*_COMPILE, *(Path(part).name for part in _openmp())])
+    name = hashlib.sha256(text + target + options.encode()).hexdigest()[:16]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "agentscope-tuner"
     library = folder / f"native-{name}.so"
     if not library.exists():
@@ -347,10 +351,10 @@ def _build() -> Path:
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             compiled = [Path(scratch) / f"{source.stem}.o" for source in sorted(KERNELS.glob("*.cpp"))]
             for part in compiled:
-                _run([compiler, *_COMPILE, str(KERNELS / f"{part.stem}.cpp"), "-o", str(part)])
+                _run([*compiler, *_COMPILE, str(KERNELS / f"{part.stem}.cpp"), "-o", str(part)])
             # Linked apart: with `-ffast-math` a linker would switch off denormal numbers in the whole process.
             linked = Path(scratch) / "native.so"
-            _run([compiler, "-shared", *map(str, compiled), *_openmp(), "-o", str(linked)])
+            _run([*compiler, "-shared", *map(str, compiled), *_openmp(), "-o", str(linked)])
             linked.replace(library)
     return library
 

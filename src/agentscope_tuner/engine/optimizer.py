@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
+from torch import Tensor
 
 from agentscope_tuner.engine.memory import give_back
 from agentscope_tuner.engine.models import LoadedModel
+from agentscope_tuner.errors import TrainingStoppedError
 
 
 class Optimizer:
-    """Takes the gradients that lie in the parameters' `grad`, and leaves none behind."""
+    """Takes the gradients that lie in the parameters' `grad`, and leaves none behind.
+
+    Gradients of parameters in other precisions go on to float32 as they come: a sum of hundreds of them would be
+    rounded hundreds of times.
+    """
 
     def __init__(
         self, loaded: LoadedModel, *, betas: tuple[float, float], weight_decay: float, eps: float = 1e-8
@@ -22,6 +29,9 @@ class Optimizer:
             name: p if p.dtype == torch.float32 else p.detach().float().requires_grad_()
             for name, p in self.parameters.items()
         }
+        for name, parameter in self.parameters.items():
+            if self.masters[name] is not parameter:
+                parameter.register_post_accumulate_grad_hook(partial(_move_gradient, self.masters[name]))
         self.adamw = torch.optim.AdamW(
             self.masters.values(), lr=0.0, betas=betas, weight_decay=weight_decay, eps=eps, fused=True
         )
@@ -35,20 +45,27 @@ class Optimizer:
             ]
 
     def zero_grad(self) -> None:
-        """Drop what lies in the parameters' `grad`."""
-        for parameter in self.parameters.values():
-            parameter.grad = None
+        """Drop all gradients."""
+        for name, parameter in self.parameters.items():
+            self.masters[name].grad = parameter.grad = None
 
     def step(self, learning_rate: float, max_norm: float) -> float:
-        """Clip each policy's gradient to `max_norm`, update, and return the norm there was before clipping."""
-        for name, parameter in self.parameters.items():
-            if self.masters[name] is not parameter:
-                grad = parameter.grad
-                self.masters[name].grad = None if grad is None else grad.float()
+        """Clip each policy's gradient to `max_norm`, update, and return the norm there was before clipping.
+
+        Raises:
+            TrainingStoppedError: the gradient is not finite; the weights are as they were.
+        """
         norms = [
             torch.nn.utils.clip_grad_norm_([self.masters[name] for name in names], max_norm).item()
             for names in self._policies
         ]
+        norm = math.hypot(*norms)
+        if not math.isfinite(norm):
+            self.zero_grad()
+            raise TrainingStoppedError(
+                f"the gradient of update {self.updates + 1} has the norm {norm}; the weights before it are kept. Lower "
+                "`algorithm.learning_rate`, or in bfloat16 try `engine.dtype: float32`"
+            )
         for group in self.adamw.param_groups:
             group["lr"] = learning_rate
         self.adamw.step()
@@ -60,4 +77,13 @@ class Optimizer:
                 self.masters[name].grad = None
                 parameter.grad = None
         give_back()
-        return math.hypot(*norms)
+        return norm
+
+
+def _move_gradient(master: Tensor, parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    if master.grad is None:
+        master.grad = parameter.grad.float()
+    else:
+        master.grad += parameter.grad
+    parameter.grad = None

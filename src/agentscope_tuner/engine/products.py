@@ -21,7 +21,7 @@ _ROUNDING = 3e-6
 @contextmanager
 def onednn_products() -> Iterator[None]:
     """Inside, float32 products are oneDNN's, provided that it computes them in float32."""
-    if not _exact():
+    if not onednn_is_exact():
         yield
         return
     settings: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
@@ -34,8 +34,11 @@ def onednn_products() -> Iterator[None]:
 
 
 @cache
-def _exact() -> bool:
-    """Whether products that may be rounded to bfloat16 are not."""
+def onednn_is_exact() -> bool:
+    """Whether products that may be rounded to bfloat16 are not.
+
+    Asked first where nothing else computes: the switch is the whole process's.
+    """
     settings: Any = getattr(torch.backends.mkldnn, "matmul", None)
     if not torch.backends.mkldnn.is_available() or not hasattr(settings, "fp32_precision"):
         return False

@@ -195,7 +195,7 @@ class Sampler:
     # ---------------------------------------------------------------------------------------------- batching
 
     def _forget(self) -> None:
-        self._slots = Slots(self._runner.cache.slots)
+        self._slots = Slots(self._runner.cache.slots, self._runner.trunk_tokens)
         self._drafts = Drafts()
 
     def _leave(self, episode_id: str) -> None:
@@ -279,7 +279,8 @@ class Sampler:
             first, last = min(prompts), max(prompts)
             # At least one token of every prompt has to be run to get its logits.
             shared = min(common_prefix(first, last), min(map(len, prompts)) - 1)
-            if self._runner.worth_a_trunk(len(prompts), shared):
+            planned = sum(len(scratch.ids) for scratch in scratches)
+            if self._runner.worth_a_trunk(len(prompts), shared) and self._slots.room_for_trunk(planned + shared):
                 scratch = self._slots.victim()
                 self._slots.fill(scratch, adapter, None, first[:shared], 0)
                 scratch.busy = True
@@ -289,7 +290,6 @@ class Sampler:
             cache = self._runner.cache.take(scratch.index, scratch.cached)
             self._slots.add_trunk(scratch.adapter, scratch.ids, cache)
             self._slots.release(scratch)
-        self._slots.drop_unused_trunks()
 
     def _compute(self, slots: list[Slot]) -> None:
         """Everything that these miss."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from agentscope_tuner.algorithms.packing import PackedTree, pack
 from agentscope_tuner.config import EngineConfig
-from agentscope_tuner.engine.memory import micro_batch_tokens
+from agentscope_tuner.engine.memory import pass_tokens
 from agentscope_tuner.engine.models import LoadedModel
 from agentscope_tuner.engine.products import onednn_products
 from agentscope_tuner.engine.trainable import TreePass, head_rows
@@ -42,7 +42,7 @@ class Scorer:
     def __init__(self, loaded: LoadedModel, engine: EngineConfig) -> None:
         self._loaded = loaded
         self._pass = TreePass(loaded, engine)
-        self._max_tokens = micro_batch_tokens(self._pass, engine)
+        self._pass_tokens = pass_tokens(self._pass, engine)
 
     @onednn_products()
     @torch.no_grad()
@@ -83,13 +83,14 @@ class Scorer:
     @torch.no_grad()
     def next_token_logprobs(self, ids: Sequence[int]) -> Iterator[Tensor]:
         """The distribution after each place of one sequence, as blocks (n, V) of log-probabilities."""
-        tree = pack([list(ids)], max_tokens=self._max_tokens)[0]
+        tree = pack([list(ids)], max_tokens=len(ids))[0]
         hidden = self._pass.hidden(tree)
         for nodes in hidden.split(head_rows(self._loaded.vocabulary)):
             yield torch.log_softmax(self._loaded.head(nodes).float(), -1)
 
     def _pack(self, rows: Sequence[Row]) -> list[PackedTree]:
-        return pack([row.ids for row in rows], max_tokens=self._max_tokens)
+        usual, most = self._pass_tokens
+        return pack([row.ids for row in rows], max_tokens=usual, most_tokens=most)
 
     def _chunks(self, tree: PackedTree, rows: Sequence[Row]) -> Iterator[_Chunk]:
         """The tree's entries, by the packed token they follow."""

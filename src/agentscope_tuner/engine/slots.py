@@ -7,7 +7,6 @@ system prompt, is a *trunk*: stored once, and attended once for all of them.
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -46,6 +45,8 @@ class Slot:
     busy: bool = False
     episode_id: str = ""
     last_used: int = 0
+    head: tuple[str, tuple[int, ...]] = ("", ())
+    """Under which it is found."""
     row_order: tuple[str, int, int] = ("", 0, 0)
     """Slots that share an adapter, and within it a trunk, are neighbours in this order."""
 
@@ -63,11 +64,13 @@ class Slot:
 class Slots:
     """All slots and trunks, at first empty."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, trunk_tokens: int) -> None:
+        """Make `count` slots; trunks may have `trunk_tokens` tokens together."""
+        self._trunk_tokens = trunk_tokens
         self._clock = itertools.count(1)
         self._slots = [Slot(i) for i in range(count)]
         self._trunks: list[Trunk] = []
-        self._by_head: dict[tuple[str, tuple[int, ...]], dict[int, Slot]] = defaultdict(dict)
+        self._by_head: dict[tuple[str, tuple[int, ...]], dict[int, Slot]] = {}
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -90,13 +93,20 @@ class Slots:
         now = next(self._clock)
         self._trunks.append(Trunk(adapter, ids, cache, now, now))
 
-    def drop_unused_trunks(self) -> None:
-        """Where there are too many, those that no slot has, the one unused for longest first."""
-        if len(self._trunks) > _MAX_TRUNKS:
-            used = {id(slot.trunk) for slot in self._slots}
-            unused = sorted((t for t in self._trunks if id(t) not in used), key=lambda t: t.last_used)
-            for trunk in unused[: len(self._trunks) - _MAX_TRUNKS]:
-                self._trunks.remove(trunk)
+    def room_for_trunk(self, tokens: int) -> bool:
+        """Whether one more trunk may be kept; for it, others are dropped that no running episode needs."""
+        together = sum(len(trunk.ids) for trunk in self._trunks)
+        used = {id(slot.trunk) for slot in self._slots if slot.busy or slot.episode_id}
+        unused = sorted((t for t in self._trunks if id(t) not in used), key=lambda t: t.last_used, reverse=True)
+        while unused and (together + tokens > self._trunk_tokens or len(self._trunks) >= _MAX_TRUNKS):
+            trunk = unused.pop()
+            together -= len(trunk.ids)
+            self._trunks.remove(trunk)
+            for slot in self._slots:
+                if slot.trunk is trunk:  # what it holds goes on from there
+                    self.fill(slot, slot.adapter, None, [], 0)
+                    slot.last_used = 0
+        return together + tokens <= self._trunk_tokens
 
     def nearest(self, adapter: str, trunk: Trunk | None, own: list[int], episode_id: str) -> tuple[Slot | None, int]:
         """The slot that has most of a sequence's beginning, and how many tokens that is.
@@ -104,7 +114,7 @@ class Slots:
         What is about to be computed counts as well.
         """
         best, overlap = None, 0
-        for slot in self._by_head[adapter, tuple(own[:_HEAD_TOKENS])].values():
+        for slot in self._by_head.get((adapter, tuple(own[:_HEAD_TOKENS])), {}).values():
             if slot.trunk is trunk:
                 n = min(common_prefix(slot.ids, own), len(own) - 1)
                 if not slot.prefilling:
@@ -122,15 +132,24 @@ class Slots:
 
     def fill(self, slot: Slot, adapter: str, trunk: Trunk | None, own: list[int], cached: int) -> None:
         """Make `own` the slot's tokens, of which the first `cached` are in place."""
-        self._by_head[slot.adapter, tuple(slot.ids[:_HEAD_TOKENS])].pop(slot.index, None)
         slot.adapter, slot.trunk, slot.ids, slot.cached = adapter, trunk, list(own), cached
         slot.row_order = (adapter, trunk.number if trunk else 0, slot.index)
         slot.last_used = next(self._clock)
         if trunk is not None:
             trunk.last_used = slot.last_used
-        self._by_head[adapter, tuple(slot.ids[:_HEAD_TOKENS])][slot.index] = slot
+        self._index(slot)
 
     def release(self, slot: Slot) -> None:
         """Its sequence is complete; the tokens stay for the next turn."""
         slot.busy = False
         slot.last_used = next(self._clock)
+        self._index(slot)
+
+    def _index(self, slot: Slot) -> None:
+        """Let a slot be found by what it holds now."""
+        if slot.index in (before := self._by_head.get(slot.head, {})):
+            del before[slot.index]
+            if not before:
+                del self._by_head[slot.head]
+        slot.head = (slot.adapter, tuple(slot.ids[:_HEAD_TOKENS]))
+        self._by_head.setdefault(slot.head, {})[slot.index] = slot

@@ -19,6 +19,7 @@ from agentscope_tuner.engine.attention import CausalLayout, Layout
 from agentscope_tuner.engine.decoder import has_fused_form, kernels_for, rotary_table
 from agentscope_tuner.engine.models import LoadedModel
 from agentscope_tuner.engine.native import NativeKernels
+from agentscope_tuner.engine.products import onednn_is_exact
 from agentscope_tuner.engine.tree_attention import TreeLayout
 
 _TOLERANCE = 1e-4
@@ -151,6 +152,7 @@ class TreePass:
         # Of the compiled steps with gradients, only the loss is in float32 whatever the model is.
         self._kernels = self.kernels if loaded.model.dtype == torch.float32 else None
         self.forward = choose_forward(loaded, self._kernels)
+        onednn_is_exact()
 
     def hidden(self, tree: PackedTree) -> Tensor:
         """Hidden states (N, D) of a tree's N packed tokens."""

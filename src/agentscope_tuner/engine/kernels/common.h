@@ -165,6 +165,13 @@ inline void turn(const float* in, const float* cosines, const float* sines, floa
     }
 }
 
-inline float silu(float x) { return x / (1 + std::exp(-x)); }
+// A gate as it is used: below, its sigmoid is 0, but exp(-x) must not be infinite, by which fast division, vectorized,
+// does not give 0 but no number.
+inline float bounded(float gate) { return std::max(gate, -80.0f); }
+
+inline float silu(float gate) {
+    const float x = bounded(gate);
+    return x / (1 + std::exp(-x));
+}
 
 }  // namespace
