@@ -224,9 +224,9 @@ extern "C" void swiglu_backward(const float* grad, const float* gate, const floa
                                 int64_t n) {
 #pragma omp parallel for simd schedule(static)
     for (int64_t i = 0; i < n; i++) {
-        const float x = bounded(gate[i]), sigmoid = 1 / (1 + std::exp(-x));
+        const float x = bounded(gate[i]), e = std::exp(-x), sigmoid = 1 / (1 + e);
         grad_up[i] = grad[i] * x * sigmoid;
-        grad_gate[i] = grad[i] * up[i] * sigmoid * (1 + x * (1 - sigmoid));
+        grad_gate[i] = grad[i] * up[i] * sigmoid * (1 + x * e * sigmoid);  // e * sigmoid = 1 - sigmoid, but not rounded
     }
 }
 
