@@ -133,6 +133,17 @@ def test_the_same_name_again_continues_and_a_finished_run_is_just_reported(
     assert (tmp_path / "runs" / "run.1" / "checkpoints" / "step_4").is_dir()
 
 
+def test_an_evaluation_before_the_checkpoint_leaves_nothing_behind(tiny_model_dir: Path, tmp_path: Path) -> None:
+    def run_in(folder: str, steps: int) -> TuneResult:
+        (tmp_path / folder).mkdir(exist_ok=True)
+        more = (f"eval_dataset.path={tmp_path / folder / 'tasks.jsonl'}", "algorithm.eval_interval_steps=1")
+        return run(tiny_model_dir, tmp_path / folder, *more, "engine.fast_decoder=false", steps=steps)
+
+    run_in("stopped", 2)
+    ends = [weights_of(run_in(folder, 4).checkpoint) for folder in ("undisturbed", "stopped")]
+    assert [name for name in ends[0] if not torch.equal(ends[0][name], ends[1][name])] == []
+
+
 def test_the_checkpoint_loads_in_transformers(tiny_model_dir: Path, tmp_path: Path) -> None:
     result = run(tiny_model_dir, tmp_path)
     model = AutoModelForCausalLM.from_pretrained(result.checkpoint)
