@@ -64,8 +64,8 @@ def pack(
     """Pack sequences into trees of about `max_tokens` tokens; a longer sequence gets a tree of its own.
 
     Neighbours in lexicographic order share the most, so one sort finds both the trees and where to cut them. Where a
-    cut would run a shared beginning again, a tree may have as many tokens more as that has, up to `most_tokens`: so
-    long sequences share what they have in common, and cuts fall where little is shared.
+    cut would run a shared beginning of n tokens again, a tree may have n and min(n, max_tokens) tokens more, up to
+    `most_tokens`: so long sequences share what they have in common, and cuts fall where little is shared.
     """
     order = sorted(range(len(sequences)), key=lambda i: sequences[i])
     trees: list[PackedTree] = []
@@ -75,7 +75,7 @@ def pack(
     for i in order:
         overlap = common_prefix(sequences[batch[-1]], sequences[i]) if batch else 0
         saved = overlap if batch and (overlap >= min_shared or overlap == len(sequences[batch[-1]])) else 0
-        limit = max_tokens + saved
+        limit = max_tokens + saved + min(saved, max_tokens)
         if most_tokens is not None:
             limit = min(limit, max(max_tokens, most_tokens))
         if batch and size + len(sequences[i]) - saved > limit:
