@@ -75,7 +75,11 @@ def draw(name: str, rows: Sequence[Row]) -> None:
 
 def main() -> None:
     """Write the page, and its pictures."""
-    parts = ["# Performance\n"]
+    parts = [
+        "# Performance\n\nEvery section is what one command of `benchmarks/` measured, in its own words; `make bench` "
+        "runs them all. Models are Qwen2-shaped with random weights: S, M and L have 2, 57 and 494 million parameters. "
+        "What is not in a table was not measured on this machine.\n"
+    ]
     for title, module in BENCHMARKS.items():
         name = module.__name__
         path = RESULTS / f"{name}.json"
