@@ -228,9 +228,11 @@ class TrinityRun:
         try:
             yield actor
         finally:
-            for name in (self._name, "synchronizer"):
-                with suppress(ValueError):
-                    ray.kill(ray.get_actor(name, namespace=self._name))
+            ray.kill(actor)
+            # Trinity's own job made this one. Where that job has ended, Ray may know the actor no more, or know it and
+            # have forgotten its class, which it tells by a failed assertion.
+            with suppress(ValueError, AssertionError):
+                ray.kill(ray.get_actor("synchronizer", namespace=self._name))
 
     def _resume(self, resumed: bool) -> int:
         """Go back to the trainer's last checkpoint; returns its step.
