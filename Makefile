@@ -48,7 +48,7 @@ check: install ## The gate, with `make test`: formatting, lint, types and docume
 	$(BIN)/mypy --strict src
 	$(BIN)/mkdocs build --strict --quiet
 
-guard: install ## Fail where sampling or training is slower than what docs/performance says. Takes a minute or two.
+guard: install ## Fail where sampling or training is slower than what docs/performance says. Takes a few minutes.
 	$(BIN)/python benchmarks/guard.py
 
 docs: install ## Write the settings reference anew and build the documentation into site/.

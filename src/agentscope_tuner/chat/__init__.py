@@ -1,7 +1,6 @@
 """Chat templates and what models write into them."""
 
 from agentscope_tuner.chat.parsing import (
-    THINK_CLOSE,
     TOOL_CALL_OPEN,
     Reply,
     ToolCall,
@@ -12,7 +11,6 @@ from agentscope_tuner.chat.parsing import (
 from agentscope_tuner.chat.rendering import ChatRenderer, Conversation, Message, Prompt
 
 __all__ = [
-    "THINK_CLOSE",
     "TOOL_CALL_OPEN",
     "ChatRenderer",
     "Conversation",

@@ -74,8 +74,7 @@ class Optimizer:
             for name, parameter in self.parameters.items():
                 if self.masters[name] is not parameter:
                     parameter.copy_(self.masters[name])
-                self.masters[name].grad = None
-                parameter.grad = None
+        self.zero_grad()
         give_back()
         return norm
 
