@@ -30,12 +30,13 @@ from agentscope_tuner.algorithms import Datum, weigh
 from agentscope_tuner.algorithms.distributions import draw_tokens
 from agentscope_tuner.algorithms.losses import policy_loss
 from agentscope_tuner.config import AlgorithmConfig, EngineConfig, LoraConfig, TunerModelConfig
-from agentscope_tuner.engine import decoder, model_runner
+from agentscope_tuner.engine import decoder, model_runner, products, trainable
 from agentscope_tuner.engine.attention import KVCache
 from agentscope_tuner.engine.decoder import FusedDecoder, ModuleDecoder, NativeDecoder, WholeDecoder
 from agentscope_tuner.engine.learner import Learner
 from agentscope_tuner.engine.models import layer_weight, load_model
 from agentscope_tuner.engine.native import NativeKernels, native_kernels
+from agentscope_tuner.engine.products import WideProducts
 from agentscope_tuner.engine.sampler import Sampler
 from agentscope_tuner.engine.trainable import TrainableDecoder, choose_forward
 from agentscope_tuner.errors import ConfigError, ModelError, ParityError, PromptTooLongError, TrainingStoppedError
@@ -400,11 +401,14 @@ def save_family(family: str, tiny_model_dir: Path, folder: Path) -> Path:
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
 @pytest.mark.parametrize("kind", [FusedDecoder, NativeDecoder, WholeDecoder])
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 4e-2)])
+@pytest.mark.parametrize(
+    ("dtype", "slow", "tolerance"), [("float32", False, 1e-5), ("bfloat16", False, 4e-2), ("bfloat16", True, 4e-2)]
+)
 def test_fused_families_and_grouped_heads(
-    family: str, kind: type, dtype: str, tolerance: float, tiny_model_dir: Path, tmp_path: Path,
+    family: str, kind: type, dtype: str, slow: bool, tolerance: float, tiny_model_dir: Path, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
+    monkeypatch.setattr(products, "bfloat16_is_slow", lambda: slow)
     if kind is FusedDecoder:
         monkeypatch.setattr(decoder, "native_kernels", lambda: None)
     if kind is NativeDecoder:
@@ -414,6 +418,8 @@ def test_fused_families_and_grouped_heads(
     loaded = load_model(TunerModelConfig(model_path=str(directory), max_model_len=512), engine)
     sampler = Sampler(loaded, engine)
     assert type(sampler._runner.decoder) is kind
+    widened = isinstance(sampler._runner.decoder._products, WideProducts)
+    assert widened == (slow and kind is not FusedDecoder)
     # Where precision is low, truncation may keep a token that it should not.
     for call in play(loaded, sampler, episodes=8, mixed_params=dtype == "float32"):
         gap = (torch.tensor(call.logprobs) - plain_logprobs(loaded, call).detach()).abs().max()
@@ -634,6 +640,43 @@ def test_compiled_steps_have_the_gradients_of_modules(family: str, tiny_model_di
     learner._pass.forward = loaded.hidden_states
     learner.accumulate(datums)
     assert relative_difference(compiled, gradients(loaded)) < 1e-5
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=4)])
+@pytest.mark.parametrize("fast", [True, False])
+def test_bfloat16_is_trained_in_float32_where_that_is_faster(
+    fast: bool, lora: LoraConfig | None, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainable, "bfloat16_is_slow", lambda: True)
+    engine = EngineConfig(device="cpu", dtype="bfloat16", fast_decoder=fast)
+    narrow, wide = (
+        load_model(TunerModelConfig(model_path=str(tiny_model_dir), max_model_len=256, lora=lora), engine) for _ in "ab"
+    )
+    if lora is not None:
+        for parameter in narrow.trainable_parameters().values():
+            torch.nn.init.normal_(parameter, std=0.05)
+    wide.model.load_state_dict(narrow.model.state_dict())
+    wide.model.float()
+    calls = play(wide, start(wide), episodes=8)
+    datums = [Datum(call, (-1.0) ** i, 0.0, i) for i, call in enumerate(calls)]
+    weigh(datums, "token", 12)
+    learners = [Learner(loaded, AlgorithmConfig(), engine, 12) for loaded in (narrow, wide)]
+    assert (learners[0]._pass.forward != narrow.hidden_states) == fast
+    if fast:  # the model's own rotary embedding is rounded with its weights
+        ours, theirs = (learner._pass.forward.__self__ for learner in learners)
+        theirs._cosines, theirs._sines = ours._cosines, ours._sines
+    # peft rounds what goes into an adapter, and the modules whatever goes through them.
+    exact = fast and lora is None
+    for ours, theirs in zip(*(learner.logprobs(calls) for learner in learners), strict=True):
+        differences = (ours - theirs).abs()
+        assert (differences.max() < 1e-5) if exact else (differences.mean() < 4e-2)
+    for learner in learners:
+        learner.accumulate(datums)
+    found, expected = (
+        {name: master.grad for name, master in learner.optimizer.masters.items()} for learner in learners
+    )
+    # Gradients are handed over in bfloat16.
+    assert relative_difference(found, expected) < (4e-3 if exact else 4e-2)
 
 
 def test_a_forward_pass_with_other_gradients_is_not_used(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

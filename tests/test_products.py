@@ -1,14 +1,16 @@
-"""Float32 products by oneDNN: only where they are float32 products."""
+"""Products are computed as fast as the machine can, and no less exactly than was asked."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 from agentscope_tuner.engine import products
-from agentscope_tuner.engine.products import onednn_products
+from agentscope_tuner.engine.native import native_kernels, weight_tiles
+from agentscope_tuner.engine.products import WideLinears, WideProducts, onednn_products
 
 
 @pytest.fixture(autouse=True)
@@ -50,3 +52,59 @@ def test_products_inside_are_float32() -> None:
     exact = a.double() @ b.double().T
     assert (product - exact).abs().max() < 3e-6 * exact.abs().max()
     assert torch.allclose(grad, b.sum(0).expand_as(a), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 9, 129, 300])
+@pytest.mark.parametrize(("inputs", "outputs"), [(64, 32), (20, 33), (300, 7)])
+def test_weights_are_widened_as_they_are_read(rows: int, inputs: int, outputs: int) -> None:
+    kernels = native_kernels()
+    assert kernels is not None
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(2, rows, inputs), torch.randn(outputs, inputs), torch.randn(outputs)
+    x, weight, bias = (tensor.bfloat16() for tensor in (x, weight, bias))
+    ways = WideProducts(kernels)
+    for given in (bias, None):
+        exact = torch.nn.functional.linear(x.double(), weight.double(), None if given is None else given.double())
+        found = ways.linear(x, ways.pack(weight), given, outputs)
+        assert found.dtype == torch.bfloat16
+        assert ((found.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-5).all(), "rounded once"
+    assert weight_tiles(weight).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("at_once", [2**22, 100])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layers_in_bfloat16_that_compute_in_float32(
+    at_once: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(products, "_WIDENED", at_once)
+    torch.manual_seed(0)
+    narrow = torch.nn.Linear(40, 23).bfloat16()
+    wide = torch.nn.Linear(40, 23)
+    wide.load_state_dict(narrow.state_dict())
+    x = torch.randn(3, 5, 40).to(dtype).requires_grad_()
+    with WideLinears():
+        found = narrow(x)
+        assert torch.equal(torch.nn.functional.linear(x.float(), wide.weight, wide.bias), wide(x.float()))
+    expected = wide(x.float())
+    assert found.dtype == dtype
+    toward = torch.randn(3, 5, 23)
+    ours = torch.autograd.grad((found.float() * toward).sum(), [x, *narrow.parameters()])
+    theirs = torch.autograd.grad((expected * toward).sum(), [x, *wide.parameters()])
+    assert torch.allclose(found.float(), expected, rtol=2**-8 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
+    for got, wanted in zip(ours, theirs, strict=True):
+        rounding = 1e-6 if got.dtype == torch.float32 else 2**-8
+        assert (got - wanted).norm() <= rounding * wanted.norm()
+
+
+def test_the_slower_precision_is_found_by_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
+    linear = torch.nn.functional.linear
+    for slow in (torch.bfloat16, torch.float32):
+
+        def slowly(a: torch.Tensor, b: torch.Tensor, slow: torch.dtype = slow) -> torch.Tensor:
+            time.sleep(0.02 * (a.dtype == slow))
+            return linear(a, b)
+
+        monkeypatch.setattr(torch.nn.functional, "linear", slowly)
+        products.bfloat16_is_slow.cache_clear()
+        assert products.bfloat16_is_slow() == (slow == torch.bfloat16)
+    products.bfloat16_is_slow.cache_clear()

@@ -234,7 +234,8 @@ class EngineConfig(_Config):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes the first CUDA GPU, or else the CPU."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision of weights and activations."""
+    """Precision of weights and activations. Where the processor multiplies faster in float32, `bfloat16` is that of the
+    weights and of the key-value cache, and their products are computed in float32."""
     fast_decoder: bool = True
     """Use the fused decoder for the families that have one, with compiled steps where the machine has a C++ compiler;
     they are checked at start."""

@@ -1,7 +1,7 @@
 """Two ways to run a model over a key-value cache: transformers' own modules, and a fused loop for common families.
 
-The fused loop reads the same weights, joins the projections that share an input, and keeps them packed for the matrix
-library. It is used only when it agrees with the modules on a probe.
+The fused loop reads the same weights, joins the projections that share an input, and keeps them packed for whatever
+multiplies by them. It is used only when it agrees with the modules on a probe.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from agentscope_tuner.config import EngineConfig
 from agentscope_tuner.engine.attention import CausalLayout, KVCache, RowLayout, SlotLayout
 from agentscope_tuner.engine.models import LoadedModel, agree, layer_weight, low_rank_update
-from agentscope_tuner.engine.native import TILE, NativeKernels, native_kernels, to_tiles
+from agentscope_tuner.engine.native import NativeKernels, native_kernels, weight_tiles
+from agentscope_tuner.engine.products import PlainProducts, Products, products_for
 
 FUSED_FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 """Architectures made of RMSNorm, rotary attention (with or without query-key norms) and a gated MLP."""
@@ -74,24 +75,21 @@ class ModuleDecoder:
 
 
 class _Linear:
-    """A linear layer whose weight is packed for oneDNN where that works, and plain elsewhere."""
+    """A linear layer."""
 
-    def __init__(self, layers: Sequence[Any], adapters: Sequence[str], rows: int, packed: bool) -> None:
+    def __init__(self, layers: Sequence[Any], adapters: Sequence[str], products: Products) -> None:
         """Join layers that read the same input."""
         weights = [layer_weight(layer, merged=not adapters) for layer in layers]
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
         given = [layer.bias.detach() for layer in layers if getattr(layer, "bias", None) is not None]
         self.bias = torch.cat(given) if given else None
-        self._packed = packed
+        self._products = products
         self._updates = {name: update for name in adapters if (update := _join_updates(layers, name)) is not None}
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), rows) if packed else weight
+        self._outputs = len(weight)
+        self.weight = products.pack(weight)
 
     def __call__(self, x: Tensor, speakers: Speakers = ()) -> Tensor:
-        out: Tensor
-        if self._packed:
-            out = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
-        else:
-            out = F.linear(x, self.weight, self.bias)
+        out = self._products.linear(x, self.weight, self.bias, self._outputs)
         if self._updates:
             row = 0
             for adapter, rows in speakers:
@@ -116,11 +114,11 @@ def _join_updates(layers: Sequence[nn.Module], adapter: str) -> tuple[Tensor, Te
 class _Layer:
     """The weights of one transformer block."""
 
-    def __init__(self, block: Any, adapters: Sequence[str], rows: int, packed: bool) -> None:
+    def __init__(self, block: Any, adapters: Sequence[str], products: Products) -> None:
         attention, mlp = block.self_attn, block.mlp
 
         def join(*layers: nn.Module) -> _Linear:
-            return _Linear(layers, adapters, rows, packed)
+            return _Linear(layers, adapters, products)
 
         self.norm_in = block.input_layernorm.weight.detach()
         self.norm_mid = block.post_attention_layernorm.weight.detach()
@@ -149,13 +147,9 @@ def rotary_table(loaded: LoadedModel) -> tuple[Tensor, Tensor]:
 class FusedDecoder:
     """A hand-written forward pass for `FUSED_FAMILIES`."""
 
-    packs_layers = True
-    """Whether the weights of the layers are packed where those of the head are."""
-
-    def __init__(self, loaded: LoadedModel, rows: int, *, packed: bool) -> None:
+    def __init__(self, loaded: LoadedModel, products: Products) -> None:
         self._loaded = loaded
-        self._rows = rows
-        self._packed = packed
+        self._products = products
         config = loaded.model.config
         self._heads = config.num_attention_heads
         _, self._kv_heads, self._head_dim = cache_shape(loaded)
@@ -171,10 +165,12 @@ class FusedDecoder:
         base = self._loaded.model.get_decoder()
         self._embedding = base.embed_tokens.weight.detach()
         adapters = (*self._loaded.adapters, *self._loaded.versions)
-        packed = self._packed and self.packs_layers
-        self._layers = [_Layer(block, adapters, self._rows, packed) for block in base.layers]
+        self._layers = [_Layer(block, adapters, self._layer_products()) for block in base.layers]
         self._norm = base.norm.weight.detach()
-        self._head = _Linear([self._loaded.head], (), self._rows, self._packed)
+        self._head = _Linear([self._loaded.head], (), self._products)
+
+    def _layer_products(self) -> Products:
+        return self._products
 
     def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         # rotate_half(x) * sin, with the sign already in the table
@@ -209,8 +205,8 @@ class FusedDecoder:
 class NativeDecoder(FusedDecoder):
     """The same, with compiled steps between matrix products. Every token is a row of its own."""
 
-    def __init__(self, loaded: LoadedModel, rows: int, *, packed: bool) -> None:
-        super().__init__(loaded, rows, packed=packed)
+    def __init__(self, loaded: LoadedModel, products: Products) -> None:
+        super().__init__(loaded, products)
         cosines, sines = self._table
         self._table = (cosines.float(), sines.float())
 
@@ -239,7 +235,8 @@ class WholeDecoder(NativeDecoder):
     Between products of small matrices, making calls and waiting for the other threads takes longer than computing.
     """
 
-    packs_layers = False
+    def _layer_products(self) -> Products:
+        return PlainProducts()
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -260,8 +257,7 @@ class WholeDecoder(NativeDecoder):
         place = [address(norm) for norm in (layer.norm_in, layer.norm_mid, *(layer.norms or (None, None)))]
         for linear in (layer.qkv, layer.out, layer.gate_up, layer.down):
             outputs, inputs = linear.weight.shape
-            tiles = to_tiles(F.pad(linear.weight, (0, 0, 0, -outputs % TILE)))
-            place += [address(tiles), address(linear.bias), inputs, outputs]
+            place += [address(weight_tiles(linear.weight)), address(linear.bias), inputs, outputs]
         return [*place, 0, 0]
 
     def hidden(self, ids: Tensor, positions: Tensor, layout: CacheLayout, speakers: Speakers = ()) -> Tensor:
@@ -319,9 +315,9 @@ def choose_decoder(loaded: LoadedModel, rows: int, engine: EngineConfig) -> Deco
     kinds: list[type[FusedDecoder]] = [FusedDecoder if kernels is None else NativeDecoder]
     if kernels is not None and not loaded.adapters and _layer_bytes(loaded) <= _SMALL_LAYER:
         kinds.insert(0, WholeDecoder)
-    for kind, packed in product(kinds, (True, False) if loaded.device.type == "cpu" else (False,)):
+    for kind, products in product(kinds, products_for(loaded, rows, kernels)):
         try:
-            candidate = kind(loaded, rows, packed=packed)
+            candidate = kind(loaded, products)
             found = [_probe(candidate, loaded, kernels, speaker) for speaker in speakers]
         except (AttributeError, RuntimeError):  # a layer is missing, or this PyTorch lacks the packed operators
             continue

@@ -219,7 +219,7 @@ class Learner:
             leaf = hidden.detach().requires_grad_()
             for rows in _chunks(len(entries.tokens), self._loaded.vocabulary):
                 logprobs, entropies = token_logprobs(
-                    self._loaded.head(leaf[rows]), entries.tokens[rows].to(device), column, rows, self._pass.kernels,
+                    self._pass.logits(leaf[rows]), entries.tokens[rows].to(device), column, rows, self._pass.kernels,
                     entropy_gradient=algorithm.entropy_coef != 0,
                 )  # fmt: skip
                 old = column.logprobs[rows]
@@ -285,7 +285,7 @@ class Learner:
                 hidden = self._hidden(tree_pass, tree, entries)
             tokens = entries.tokens.to(device)
             found = [
-                token_logprobs(loaded.head(hidden[rows]), tokens[rows], column, rows, tree_pass.kernels)[0].cpu()
+                token_logprobs(tree_pass.logits(hidden[rows]), tokens[rows], column, rows, tree_pass.kernels)[0].cpu()
                 for rows in _chunks(len(tokens), loaded.vocabulary)
             ]
             start = 0

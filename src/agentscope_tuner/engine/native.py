@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 TILE = 32
@@ -50,6 +51,7 @@ class NativeKernels:
         self._forward = of_each_type("forward", 12, *[size] * 9, number, number)
         self._draw = of_each_type("draw", 5, size, size)
         self._copy_slot = take("copy_slot", 1, *[size] * 4)
+        self._multiply = take("multiply_bf16", 4, *[size] * 3)
         self._tree_attend = take("tree_attend", 7, *[size] * 4)
         self._tree_attend_backward = take("tree_attend_backward", 11, *[size] * 6)
         self._rms_norm = take("rms_norm", 4, size, size, number)
@@ -160,7 +162,7 @@ class NativeKernels:
         Args:
             embedded: (B, D) the tokens, float32; overwritten.
             layers: (L, 22) addresses and sizes, see `Layer` in `kernels/sampler.cpp`: of norms; of each linear layer,
-                those of its weight in tiles (see `to_tiles`), of its bias or 0, and how many inputs and outputs it
+                those of its weight in tiles (see `weight_tiles`), of its bias or 0, and how many inputs and outputs it
                 has; of keys and values.
             norm: weight (D,) of the last norm.
             table: cosines and sines (length, d), float32.
@@ -186,6 +188,22 @@ class NativeKernels:
         )  # fmt: skip
         sizes = (len(layers), trunks.shape[1], rows, width, heads, kv_heads, table[0].shape[1], capacity, pieces)
         self._forward[norm.dtype](*addresses, *sizes, scaling, eps)
+        return out
+
+    def linear(self, x: Tensor, tiles: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
+        """A linear layer in bfloat16, computed in float32.
+
+        Args:
+            x: (..., inputs).
+            tiles: the weight (see `weight_tiles`).
+            bias: (outputs,), if the layer has one.
+            outputs: how many there are.
+        """
+        x = x.contiguous()
+        out = x.new_empty(*x.shape[:-1], outputs)
+        inputs = x.shape[-1]
+        given = 0 if bias is None else bias.data_ptr()
+        self._multiply(x.data_ptr(), tiles.data_ptr(), given, out.data_ptr(), x.numel() // inputs, inputs, outputs)
         return out
 
     def draw(self, logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
@@ -311,6 +329,11 @@ def to_tiles(keys: Tensor) -> Tensor:
     """Keys (..., T, d), T a multiple of `TILE`, as the cache holds them: (..., T / TILE, d, TILE)."""
     *outer, tokens, d = keys.shape
     return keys.reshape(*outer, tokens // TILE, TILE, d).transpose(-1, -2).contiguous()
+
+
+def weight_tiles(weight: Tensor) -> Tensor:
+    """The weight (outputs, inputs) of a linear layer in tiles, like keys, filled up with zeros."""
+    return to_tiles(F.pad(weight, (0, 0, 0, -len(weight) % TILE)))
 
 
 def _addresses(*tensors: Tensor) -> Iterator[int]:

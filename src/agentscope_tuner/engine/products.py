@@ -1,26 +1,45 @@
-"""Float32 matrix products by oneDNN, which on many processors is faster at them than PyTorch's own choice.
+"""How matrix products are computed on this machine: as fast as it can, and no less exactly than was asked.
 
-PyTorch takes oneDNN for them only where it may compute less exactly. Whether it would is found out, on this machine.
+PyTorch's own choice is not the fastest for float32 on many processors, where oneDNN is; and without units of their own
+for them, products in bfloat16 take longer than in float32. What is so is found out, on this machine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.overrides import TorchFunctionMode
+
+from agentscope_tuner.engine.models import LoadedModel
+from agentscope_tuner.engine.native import NativeKernels, weight_tiles
 
 _SHAPES = ((1, 64, 64), (17, 48, 100), (128, 192, 512), (300, 640, 1728), (64, 4096, 64), (1000, 256, 1031))
 """(rows, inner, columns) of the products that are checked."""
 _ROUNDING = 3e-6
 """Largest error, relative to the largest number of the product: float32 has 24 bits, bfloat16 only 8."""
+_TIMED = (128, 1024, 1024)
+"""(rows, inner, columns) of the product that is timed."""
+_WIDENED = 2**22
+"""Numbers of a weight that are widened at once."""
+
+
+# ----------------------------------------------------------------------------------------------- what the machine does
 
 
 @contextmanager
 def onednn_products() -> Iterator[None]:
-    """Inside, float32 products are oneDNN's, provided that it computes them in float32."""
+    """Inside, float32 products are oneDNN's, provided that it computes them in float32.
+
+    PyTorch takes oneDNN for them only where it may compute less exactly, which it does on some processors.
+    """
     if not onednn_is_exact():
         yield
         return
@@ -49,9 +68,159 @@ def onednn_is_exact() -> bool:
         for rows, inner, columns in _SHAPES:
             a, b = torch.randn(rows, inner, generator=generator), torch.randn(columns, inner, generator=generator)
             exact = a.double() @ b.double().T
-            for product in (torch.nn.functional.linear(a, b), a @ b.T.contiguous(), (b @ a.T).T):
+            for product in (F.linear(a, b), a @ b.T.contiguous(), (b @ a.T).T):
                 if (product - exact).abs().max() > _ROUNDING * exact.abs().max():
                     return False
     finally:
         settings.fp32_precision = before
     return True
+
+
+@cache
+def bfloat16_is_slow() -> bool:
+    """Whether the processor multiplies matrices of bfloat16 more slowly than such of float32.
+
+    It does unless it has units for that; then it is faster by far, so a measurement in passing tells.
+    """
+    rows, inner, columns = _TIMED
+    a, b = torch.ones(rows, inner), torch.ones(columns, inner)
+    pairs = [(x, y) for x, y in ((a, b), (a.bfloat16(), b.bfloat16()))]
+    taken: list[list[float]] = [[], []]
+    with torch.inference_mode(), onednn_products():
+        for _ in range(8):  # the first ones prepare
+            for (x, y), times in zip(pairs, taken, strict=True):
+                begun = time.perf_counter()
+                F.linear(x, y)
+                times.append(time.perf_counter() - begun)
+    wide, narrow = map(min, taken)
+    return narrow > wide
+
+
+# ------------------------------------------------------------------------------------------------------- the sampler
+
+
+class Products(Protocol):
+    """A way to multiply by a weight that stays the same for long."""
+
+    def pack(self, weight: Tensor) -> Tensor:
+        """A weight (outputs, inputs) in the form that is multiplied by."""
+
+    def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
+        """(..., inputs) to (..., outputs)."""
+
+
+class PlainProducts:
+    """PyTorch's own."""
+
+    def pack(self, weight: Tensor) -> Tensor:
+        """The weight as it is."""
+        return weight
+
+    def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
+        """(..., inputs) to (..., outputs)."""
+        return F.linear(x, packed, bias)
+
+
+class OneDnnProducts:
+    """oneDNN's, by operators of PyTorch that are not public."""
+
+    def __init__(self, rows: int) -> None:
+        """Pack for inputs of so many rows; others will do."""
+        self._rows = rows
+
+    def pack(self, weight: Tensor) -> Tensor:
+        """In oneDNN's own order."""
+        packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), self._rows)
+        return packed
+
+    def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
+        """(..., inputs) to (..., outputs)."""
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+        return product
+
+
+class WideProducts:
+    """Of bfloat16, computed in float32 by compiled kernels: each weight is widened as it is read."""
+
+    def __init__(self, kernels: NativeKernels) -> None:
+        self._kernels = kernels
+
+    def pack(self, weight: Tensor) -> Tensor:
+        """In tiles."""
+        return weight_tiles(weight)
+
+    def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
+        """(..., inputs) to (..., outputs)."""
+        return self._kernels.linear(x, packed, bias, outputs)
+
+
+def products_for(loaded: LoadedModel, rows: int, kernels: NativeKernels | None) -> Sequence[Products]:
+    """Ways to multiply by a model's weights, the fastest first.
+
+    Args:
+        loaded: the model.
+        rows: typical batch size.
+        kernels: compiled ones, where they may be used.
+    """
+    if loaded.device.type != "cpu":
+        return [PlainProducts()]
+    ways: list[Products] = [OneDnnProducts(rows), PlainProducts()]
+    if kernels is not None and loaded.model.dtype == torch.bfloat16 and bfloat16_is_slow():
+        ways.insert(0, WideProducts(kernels))
+    return ways
+
+
+# ------------------------------------------------------------------------------------------------------- the learner
+
+
+class WideLinears(TorchFunctionMode):
+    """Inside, linear layers whose weights are bfloat16 compute in float32, gradients included.
+
+    What they return has the type of their input, which may be float32.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Take the place of one function."""
+        if func is F.linear and args[1].dtype == torch.bfloat16:
+            return _WideLinear.apply(*args, *([None] if len(args) == 2 else []))  # type: ignore[no-untyped-call]
+        return func(*args, **(kwargs or {}))
+
+
+class _WideLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        wide = x.float()
+        product = _joined([F.linear(wide, part.float()) for part in _parts(weight)], -1)
+        if bias is not None:
+            product += bias
+        return product.to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        grad, wide = (tensor.flatten(0, -2).float() for tensor in (grads[0], x))
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        parts = _parts(weight)
+        pieces = grad.split([len(part) for part in parts], -1)
+        grad_x = grad_weight = None
+        if needs_x:
+            grad_x = torch.zeros_like(wide)
+            for piece, part in zip(pieces, parts, strict=True):
+                grad_x.addmm_(piece, part.float())
+            grad_x = grad_x.view(x.shape).to(x.dtype)
+        if needs_weight:
+            grad_weight = _joined([(piece.T @ wide).to(weight.dtype) for piece in pieces], 0)
+        return grad_x, grad_weight, grad.sum(0) if needs_bias else None
+
+
+def _parts(weight: Tensor) -> tuple[Tensor, ...]:
+    rows = max(1, _WIDENED // weight.shape[1])
+    return torch.split(weight, rows)
+
+
+def _joined(parts: list[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)

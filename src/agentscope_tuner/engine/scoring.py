@@ -52,7 +52,7 @@ class Scorer:
         for tree in self._pack(rows):
             hidden = self._pass.hidden(tree)
             for chunk in self._chunks(tree, rows):
-                found[chunk.entries] = chunk.logprobs(self._loaded.head(hidden[chunk.nodes])).cpu()
+                found[chunk.entries] = chunk.logprobs(self._pass.logits(hidden[chunk.nodes])).cpu()
         return found
 
     @onednn_products()
@@ -72,7 +72,7 @@ class Scorer:
             hidden = self._pass.hidden(tree)
             leaf = hidden.detach().requires_grad_()
             for chunk in self._chunks(tree, rows):
-                logprobs = chunk.logprobs(self._loaded.head(leaf[chunk.nodes]))
+                logprobs = chunk.logprobs(self._pass.logits(leaf[chunk.nodes]))
                 part = loss(logprobs, chunk.entries.to(logprobs.device))
                 part.backward()
                 total += part.item()
@@ -86,7 +86,7 @@ class Scorer:
         tree = pack([list(ids)], max_tokens=len(ids))[0]
         hidden = self._pass.hidden(tree)
         for nodes in hidden.split(head_rows(self._loaded.vocabulary)):
-            yield torch.log_softmax(self._loaded.head(nodes).float(), -1)
+            yield torch.log_softmax(self._pass.logits(nodes).float(), -1)
 
     def _pack(self, rows: Sequence[Row]) -> list[PackedTree]:
         usual, most = self._pass_tokens

@@ -7,6 +7,7 @@ for their gradients: a sixth of the time of a small model's step. It is used onl
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -19,10 +20,10 @@ from agentscope_tuner.engine.attention import CausalLayout, Layout
 from agentscope_tuner.engine.decoder import has_fused_form, kernels_for, rotary_table
 from agentscope_tuner.engine.models import LoadedModel
 from agentscope_tuner.engine.native import NativeKernels
-from agentscope_tuner.engine.products import onednn_is_exact
+from agentscope_tuner.engine.products import WideLinears, bfloat16_is_slow, onednn_is_exact
 from agentscope_tuner.engine.tree_attention import TreeLayout
 
-_TOLERANCE = 1e-4
+_TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 
 Forward = Callable[[Tensor, Tensor, Layout], Tensor]
 """From token ids and absolute positions (1, N) to hidden states (1, N, D)."""
@@ -105,18 +106,21 @@ def choose(logits: Tensor, tokens: Tensor, temperatures: Tensor, kernels: Native
 
 
 class TrainableDecoder:
-    """A hand-written forward pass with gradients, for the families that the fused decoder knows."""
+    """A hand-written forward pass with gradients, for the families that the fused decoder knows.
+
+    All between the linear layers is in float32, whatever the weights are.
+    """
 
     def __init__(self, loaded: LoadedModel, kernels: NativeKernels) -> None:
         self._loaded = loaded
         self._kernels = kernels
         self._eps = loaded.model.config.rms_norm_eps
-        self._cosines, self._sines = rotary_table(loaded)
+        self._cosines, self._sines = (table.float() for table in rotary_table(loaded))
 
     def hidden_states(self, ids: Tensor, positions: Tensor, layout: Layout) -> Tensor:
         """(1, N) token ids and absolute positions to (1, N, D)."""
         base = self._loaded.model.get_decoder()
-        x = base.embed_tokens(ids[0])
+        x = base.embed_tokens(ids[0]).float()
         for index, block in enumerate(base.layers):
             attention, mlp = block.self_attn, block.mlp
             normed = self._norm(x, block.input_layernorm)
@@ -132,7 +136,7 @@ class TrainableDecoder:
         return self._norm(x, base.norm)[None]
 
     def _norm(self, x: Tensor, norm: Any) -> Tensor:
-        normed: Tensor = _Norm.apply(x, norm.weight, self._eps, self._kernels)  # type: ignore[no-untyped-call]
+        normed: Tensor = _Norm.apply(x, norm.weight.float(), self._eps, self._kernels)  # type: ignore[no-untyped-call]
         return normed
 
     def _heads(self, x: Tensor, attention: Any, norm: str, positions: Tensor) -> Tensor:
@@ -149,21 +153,40 @@ class TreePass:
     def __init__(self, loaded: LoadedModel, engine: EngineConfig) -> None:
         self.loaded = loaded
         self.kernels = kernels_for(loaded, engine)
-        # Of the compiled steps with gradients, only the loss is in float32 whatever the model is.
-        self._kernels = self.kernels if loaded.model.dtype == torch.float32 else None
-        self.forward = choose_forward(loaded, self._kernels)
+        on_cpu = loaded.device.type == "cpu"
+        self._wide = on_cpu and loaded.model.dtype == torch.bfloat16 and bfloat16_is_slow()
+        self.forward = choose_forward(loaded, self.kernels, wide=self._wide)
+        # Compiled attention with gradients is for float32, which the modules compute in only if their weights are.
+        modules = self.forward == loaded.hidden_states
+        self._attention = None if modules and loaded.model.dtype != torch.float32 else self.kernels
         onednn_is_exact()
 
     def hidden(self, tree: PackedTree) -> Tensor:
         """Hidden states (N, D) of a tree's N packed tokens."""
         device = self.loaded.device
         ids, positions = (torch.tensor([values], device=device) for values in (tree.ids, tree.positions))
-        return self.forward(ids, positions, TreeLayout(tree, device, self._kernels))[0]
+        with self._products():
+            return self.forward(ids, positions, TreeLayout(tree, device, self._attention))[0]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(n, D) to (n, V)."""
+        with self._products():
+            logits: Tensor = self.loaded.head(hidden)
+        return logits
+
+    def _products(self) -> AbstractContextManager[object]:
+        return WideLinears() if self._wide else nullcontext()
 
 
-def choose_forward(loaded: LoadedModel, kernels: NativeKernels | None) -> Forward:
-    """The fastest forward pass that computes what the model's modules compute, gradients included."""
-    if kernels is None or not has_fused_form(loaded):
+def choose_forward(loaded: LoadedModel, kernels: NativeKernels | None, *, wide: bool = False) -> Forward:
+    """The fastest forward pass that computes what the model's modules compute, gradients included.
+
+    Args:
+        loaded: the model.
+        kernels: compiled ones, where they may be used.
+        wide: linear layers may get float32 where their weights are bfloat16, see `WideLinears`.
+    """
+    if kernels is None or not has_fused_form(loaded) or (loaded.model.dtype != torch.float32 and not wide):
         return loaded.hidden_states
     length = min(12, loaded.max_model_len)
     probe = (torch.arange(length) * 7919 % loaded.vocabulary)[None]
@@ -180,10 +203,12 @@ def choose_forward(loaded: LoadedModel, kernels: NativeKernels | None) -> Forwar
     expected = outcome(loaded.hidden_states)
     try:
         candidate = TrainableDecoder(loaded, kernels)
-        found = outcome(candidate.hidden_states)
+        with WideLinears() if wide else nullcontext():
+            found = outcome(candidate.hidden_states)
     except (AttributeError, RuntimeError):  # a layer is missing or has another form
         return loaded.hidden_states
+    tolerance = _TOLERANCES[loaded.model.dtype]
     near = all(
-        a.shape == b.shape and (a - b).norm() <= _TOLERANCE * b.norm() for a, b in zip(found, expected, strict=True)
+        a.shape == b.shape and (a - b).norm() <= tolerance * b.norm() for a, b in zip(found, expected, strict=True)
     )
     return candidate.hidden_states if near else loaded.hidden_states

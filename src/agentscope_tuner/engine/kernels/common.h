@@ -50,6 +50,16 @@ inline Lanes load(const Bf16* from) {
 }
 inline void store(float* to, Lanes lanes) { *reinterpret_cast<Lanes*>(to) = lanes; }
 
+// Numbers as floats: where they lie, or in `room`. Of what is read more than once, this is faster.
+inline const float* floats(const float* from, int64_t, std::vector<float>&) { return from; }
+inline const float* floats(const Bf16* from, int64_t count, std::vector<float>& room) {
+    room.resize(count);
+    int64_t j = 0;
+    for (; j + LANES <= count; j += LANES) store(&room[j], load(from + j));
+    for (; j < count; j++) room[j] = number(from[j]);
+    return room.data();
+}
+
 // Rows of a matrix, `stride` numbers apart.
 template <class T>
 struct Rows {
@@ -134,10 +144,16 @@ void add_tile(const float* weights, int64_t across, int64_t down, Rows<T> b, flo
 template <class T>
 void add_product(const float* weights, int64_t across, int64_t down, Rows<T> b, float* out, int64_t out_stride,
                  int64_t m, int64_t n, int64_t d) {
+    thread_local std::vector<float> room;
     for (int64_t first = 0; first < n; first += TILE) {
         const int64_t width = std::min(TILE, n - first);
-        add_tile<TOGETHER>(weights + first * across, across, down, Rows<T>{b[first], b.stride}, out, out_stride, m,
-                           width, d);
+        const float* const by = weights + first * across;
+        if (m > TOGETHER && b.stride == d) {
+            const Rows<float> rows{floats(b[first], width * d, room), d};
+            add_tile<TOGETHER>(by, across, down, rows, out, out_stride, m, width, d);
+        } else {
+            add_tile<TOGETHER>(by, across, down, Rows<T>{b[first], b.stride}, out, out_stride, m, width, d);
+        }
     }
 }
 

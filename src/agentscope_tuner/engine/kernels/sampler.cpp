@@ -10,11 +10,20 @@
 
 namespace {
 
+constexpr int64_t ROWS = 128;  // of a product's input, that a thread goes through before the next weights
+
 // out (m, n), rows of `stride` numbers, becomes a (m, d) times keys in tiles (any, d, TILE).
 template <class T>
 void multiply_tiles(const float* a, const T* tiles, float* out, int64_t m, int64_t n, int64_t d, int64_t stride) {
-    for (int64_t first = 0; first < n; first += TILE)
-        score_tile<TOGETHER>(a, tiles + first * d, out + first, m, std::min(TILE, n - first), d, stride);
+    thread_local std::vector<float> room;
+    for (int64_t first = 0; first < n; first += TILE) {
+        const T* const tile = tiles + first * d;
+        const int64_t width = std::min(TILE, n - first);
+        if (m > TOGETHER)
+            score_tile<TOGETHER>(a, floats(tile, d * TILE, room), out + first, m, width, d, stride);
+        else
+            score_tile<TOGETHER>(a, tile, out + first, m, width, d, stride);
+    }
 }
 
 // Keys in tiles (slots, kv_heads, capacity / TILE, d, TILE), values (slots, kv_heads, capacity, d).
@@ -181,6 +190,31 @@ struct Linear {
             for (int64_t j = 0; j < outputs; j++) y[row * outputs + j] += number(bias[j]);
     }
 };
+
+// The same by all threads, which share the weights: out (rows, outputs) for x (rows, inputs).
+template <class T>
+void multiply(const Linear<T>& linear, const T* x, T* out, int64_t rows) {
+    const int64_t inputs = linear.inputs, outputs = linear.outputs, tiles = (outputs + TILE - 1) / TILE;
+    const int64_t blocks = (rows + ROWS - 1) / ROWS;
+    std::vector<float> wide(rows * inputs);
+#pragma omp parallel
+    {
+        float product[ROWS * TILE];
+#pragma omp for schedule(static)
+        for (int64_t row = 0; row < rows; row++)
+            for (int64_t j = 0; j < inputs; j++) wide[row * inputs + j] = number(x[row * inputs + j]);
+#pragma omp for schedule(static)
+        for (int64_t work = 0; work < blocks * tiles; work++) {
+            const int64_t row = work / tiles * ROWS, first = work % tiles * TILE;
+            const int64_t m = std::min(ROWS, rows - row), n = std::min(TILE, outputs - first);
+            multiply_tiles(&wide[row * inputs], linear.tiles + first * inputs, product, m, n, inputs, TILE);
+            for (int64_t i = 0; i < m; i++)
+                for (int64_t j = 0; j < n; j++)
+                    put(out + (row + i) * outputs + first + j,
+                        product[i * TILE + j] + (linear.bias == nullptr ? 0 : number(linear.bias[first + j])));
+        }
+    }
+}
 
 template <class T>
 struct Layer {
@@ -355,6 +389,11 @@ void attend(const float* q, T* out, const Attention<T>& attention, int64_t rows)
     }
 SAMPLER(float, float)
 SAMPLER(Bf16, bf16)
+
+extern "C" void multiply_bf16(const Bf16* x, const Bf16* tiles, const Bf16* bias, Bf16* out, int64_t rows,
+                              int64_t inputs, int64_t outputs) {
+    multiply(Linear<Bf16>{tiles, bias, inputs, outputs}, x, out, rows);
+}
 
 // Copies bytes from the places of one slot to those of another. Each of `tensors` is (start, bytes of a head of a slot,
 // bytes to copy of each head).
