@@ -84,7 +84,7 @@ def bfloat16_is_slow() -> bool:
     """
     rows, inner, columns = _TIMED
     a, b = torch.ones(rows, inner), torch.ones(columns, inner)
-    pairs = [(x, y) for x, y in ((a, b), (a.bfloat16(), b.bfloat16()))]
+    pairs = ((a, b), (a.bfloat16(), b.bfloat16()))
     taken: list[list[float]] = [[], []]
     with torch.inference_mode(), onednn_products():
         for _ in range(8):  # the first ones prepare
