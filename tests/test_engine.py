@@ -679,11 +679,37 @@ def test_bfloat16_is_trained_in_float32_where_that_is_faster(
     assert relative_difference(found, expected) < (4e-3 if exact else 4e-2)
 
 
-def test_a_forward_pass_with_other_gradients_is_not_used(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded = load(tiny_model_dir)
+def test_compiled_steps_are_used_for_deep_models_and_padding_without_an_embedding(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    shape = dict(
+        vocab_size=300, hidden_size=64, intermediate_size=192, num_hidden_layers=24, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=512, eos_token_id=1, bos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(Qwen2Config(**shape))
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter, std=0.5)
+    assert not model.model.embed_tokens.weight[0].any()
+    model.save_pretrained(tmp_path)
+    for file in tiny_model_dir.glob("*token*"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    for dtype in ("float32", "bfloat16"):
+        engine = EngineConfig(device="cpu", dtype=dtype)
+        loaded = load_model(TunerModelConfig(model_path=str(tmp_path), max_model_len=256), engine)
+        assert choose_forward(loaded, native_kernels(), wide=dtype == "bfloat16") != loaded.hidden_states
+
+
+@pytest.mark.parametrize(("dtype", "factor"), [("float32", 1.001), ("bfloat16", 1.5)])
+def test_a_forward_pass_with_other_gradients_is_not_used(
+    dtype: str, factor: float, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = EngineConfig(device="cpu", dtype=dtype)
+    loaded = load_model(TunerModelConfig(model_path=str(tiny_model_dir), max_model_len=256), engine)
     wrong = NativeKernels.swiglu_backward
-    monkeypatch.setattr(NativeKernels, "swiglu_backward", lambda *args: tuple(1.001 * grad for grad in wrong(*args)))
-    assert choose_forward(loaded, native_kernels()) == loaded.hidden_states
+    monkeypatch.setattr(NativeKernels, "swiglu_backward", lambda *args: tuple(factor * grad for grad in wrong(*args)))
+    assert choose_forward(loaded, native_kernels(), wide=dtype == "bfloat16") == loaded.hidden_states
 
 
 def test_waiting_in_vain_is_unlearned_only_by_waiting_with_success(tiny_model_dir: Path) -> None:

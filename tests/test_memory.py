@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 from engine_tools import load
 
-from agentscope_tuner.config import AlgorithmConfig, EngineConfig, LoraConfig
+from agentscope_tuner.config import AlgorithmConfig, EngineConfig, LoraConfig, TunerModelConfig
+from agentscope_tuner.engine import trainable
 from agentscope_tuner.engine.learner import Learner
-from agentscope_tuner.engine.memory import StepMemory, pass_tokens
+from agentscope_tuner.engine.memory import StepMemory, estimate, pass_tokens
+from agentscope_tuner.engine.models import load_model
 from agentscope_tuner.engine.trainable import TreePass
 from agentscope_tuner.errors import ConfigError
 
@@ -80,6 +82,17 @@ def test_a_budget_lowers_the_tokens_of_a_pass(lora: LoraConfig | None) -> None:
     with pytest.raises(ConfigError, match=r"to train on one sequence of 256 tokens takes 0\.\d\d GB"):
         tokens(step_memory_gb=0.01)
     assert all(parameter.grad is None for parameter in loaded.model.parameters())
+
+
+def test_frozen_weights_in_bfloat16_keep_no_more_than_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainable, "bfloat16_is_slow", lambda: True)
+
+    def kept(dtype: str) -> float:
+        engine = EngineConfig(device="cpu", dtype=dtype)
+        config = TunerModelConfig(model_path="tiny-agent", max_model_len=256, lora=LoraConfig())
+        return estimate(TreePass(load_model(config, engine), engine)).per_token
+
+    assert kept("bfloat16") <= kept("float32")
 
 
 def test_the_learner_keeps_to_it() -> None:

@@ -84,6 +84,8 @@ def test_layers_in_bfloat16_that_compute_in_float32(
     x = torch.randn(3, 5, 40).to(dtype).requires_grad_()
     with WideLinears():
         found = narrow(x)
+        by_name = torch.nn.functional.linear(input=x, weight=narrow.weight, bias=narrow.bias)
+        assert torch.equal(by_name, found)
         assert torch.equal(torch.nn.functional.linear(x.float(), wide.weight, wide.bias), wide(x.float()))
     expected = wide(x.float())
     assert found.dtype == dtype

@@ -333,7 +333,8 @@ def to_tiles(keys: Tensor) -> Tensor:
 
 def weight_tiles(weight: Tensor) -> Tensor:
     """The weight (outputs, inputs) of a linear layer in tiles, like keys, filled up with zeros."""
-    return to_tiles(F.pad(weight, (0, 0, 0, -len(weight) % TILE)))
+    missing = -len(weight) % TILE
+    return to_tiles(F.pad(weight, (0, 0, 0, missing)) if missing else weight)
 
 
 def _addresses(*tensors: Tensor) -> Iterator[int]:
@@ -401,7 +402,8 @@ def _agrees(kernels: NativeKernels) -> bool:
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator)
 
-    return _agrees_on_rows(kernels, draw) and _agrees_along_a_tree(kernels, draw) and _agrees_on_losses(kernels, draw)
+    checks = (_agrees_on_rows, _agrees_on_linear_layers, _agrees_along_a_tree, _agrees_on_losses)
+    return all(check(kernels, draw) for check in checks)
 
 
 def _agrees_on_rows(kernels: NativeKernels, draw: Callable[..., Tensor]) -> bool:
@@ -427,6 +429,13 @@ def _agrees_on_rows(kernels: NativeKernels, draw: Callable[..., Tensor]) -> bool
                 if not torch.allclose(got[row], expected.view(-1, d), rtol=tolerance, atol=tolerance):
                     return False
     return True
+
+
+def _agrees_on_linear_layers(kernels: NativeKernels, draw: Callable[..., Tensor]) -> bool:
+    """More rows than a thread takes at once, and an output that begins a tile."""
+    x, weight, bias = (draw(*shape).bfloat16() for shape in ((130, 40), (33, 40), (33,)))
+    expected = F.linear(x.float(), weight.float(), bias.float())
+    return torch.allclose(kernels.linear(x, weight_tiles(weight), bias, 33).float(), expected, rtol=1e-2, atol=1e-4)
 
 
 @torch.enable_grad()

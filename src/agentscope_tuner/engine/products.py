@@ -183,17 +183,25 @@ class WideLinears(TorchFunctionMode):
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Take the place of one function."""
-        if func is F.linear and args[1].dtype == torch.bfloat16:
-            return _WideLinear.apply(*args, *([None] if len(args) == 2 else []))  # type: ignore[no-untyped-call]
-        return func(*args, **(kwargs or {}))
+        return (_linear if func is F.linear else func)(*args, **(kwargs or {}))
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    if weight.dtype != torch.bfloat16:
+        return F.linear(input, weight, bias)
+    product: Tensor = _WideLinear.apply(input, weight, bias)  # type: ignore[no-untyped-call]
+    return product
 
 
 class _WideLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        # Beside a frozen weight nobody needs the input again.
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        ctx.shape, ctx.dtype = x.shape, x.dtype
         wide = x.float()
-        product = _joined([F.linear(wide, part.float()) for part in _parts(weight)], -1)
+        products = [F.linear(wide, part.float()) for part in _parts(weight)]
+        product = products[0] if len(products) == 1 else torch.cat(products, -1)
         if bias is not None:
             product += bias
         return product.to(x.dtype)
@@ -202,25 +210,23 @@ class _WideLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
-        grad, wide = (tensor.flatten(0, -2).float() for tensor in (grads[0], x))
+        grad = grads[0].reshape(-1, len(weight)).float()
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
         parts = _parts(weight)
         pieces = grad.split([len(part) for part in parts], -1)
         grad_x = grad_weight = None
         if needs_x:
-            grad_x = torch.zeros_like(wide)
+            grad_x = grad.new_zeros(len(grad), weight.shape[1])
             for piece, part in zip(pieces, parts, strict=True):
                 grad_x.addmm_(piece, part.float())
-            grad_x = grad_x.view(x.shape).to(x.dtype)
+            grad_x = grad_x.view(ctx.shape).to(ctx.dtype)
         if needs_weight:
-            grad_weight = _joined([(piece.T @ wide).to(weight.dtype) for piece in pieces], 0)
+            wide, grad_weight = x.reshape(-1, weight.shape[1]).float(), torch.empty_like(weight)
+            for piece, part in zip(pieces, _parts(grad_weight), strict=True):
+                part.copy_(piece.T @ wide)
         return grad_x, grad_weight, grad.sum(0) if needs_bias else None
 
 
 def _parts(weight: Tensor) -> tuple[Tensor, ...]:
     rows = max(1, _WIDENED // weight.shape[1])
     return torch.split(weight, rows)
-
-
-def _joined(parts: list[Tensor], dim: int) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
