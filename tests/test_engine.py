@@ -30,7 +30,7 @@ from agentscope_tuner.algorithms import Datum, weigh
 from agentscope_tuner.algorithms.distributions import draw_tokens
 from agentscope_tuner.algorithms.losses import policy_loss
 from agentscope_tuner.config import AlgorithmConfig, EngineConfig, LoraConfig, TunerModelConfig
-from agentscope_tuner.engine import decoder, model_runner, products, trainable
+from agentscope_tuner.engine import decoder, model_runner, products
 from agentscope_tuner.engine.attention import KVCache
 from agentscope_tuner.engine.decoder import FusedDecoder, ModuleDecoder, NativeDecoder, WholeDecoder
 from agentscope_tuner.engine.learner import Learner
@@ -647,7 +647,7 @@ def test_compiled_steps_have_the_gradients_of_modules(family: str, tiny_model_di
 def test_bfloat16_is_trained_in_float32_where_that_is_faster(
     fast: bool, lora: LoraConfig | None, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trainable, "bfloat16_is_slow", lambda: True)
+    monkeypatch.setattr(products, "bfloat16_is_slow", lambda: True)
     engine = EngineConfig(device="cpu", dtype="bfloat16", fast_decoder=fast)
     narrow, wide = (
         load_model(TunerModelConfig(model_path=str(tiny_model_dir), max_model_len=256, lora=lora), engine) for _ in "ab"

@@ -10,7 +10,7 @@ import pytest
 from engine_tools import load
 
 from agentscope_tuner.config import AlgorithmConfig, EngineConfig, LoraConfig, TunerModelConfig
-from agentscope_tuner.engine import trainable
+from agentscope_tuner.engine import products
 from agentscope_tuner.engine.learner import Learner
 from agentscope_tuner.engine.memory import StepMemory, estimate, pass_tokens
 from agentscope_tuner.engine.models import load_model
@@ -85,7 +85,7 @@ def test_a_budget_lowers_the_tokens_of_a_pass(lora: LoraConfig | None) -> None:
 
 
 def test_frozen_weights_in_bfloat16_keep_no_more_than_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trainable, "bfloat16_is_slow", lambda: True)
+    monkeypatch.setattr(products, "bfloat16_is_slow", lambda: True)
 
     def kept(dtype: str) -> float:
         engine = EngineConfig(device="cpu", dtype=dtype)

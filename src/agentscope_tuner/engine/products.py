@@ -96,6 +96,11 @@ def bfloat16_is_slow() -> bool:
     return narrow > wide
 
 
+def computes_wide(loaded: LoadedModel) -> bool:
+    """Whether products of a model's weights, which are bfloat16, should be computed in float32."""
+    return loaded.device.type == "cpu" and loaded.model.dtype == torch.bfloat16 and bfloat16_is_slow()
+
+
 # ------------------------------------------------------------------------------------------------------- the sampler
 
 
@@ -165,7 +170,7 @@ def products_for(loaded: LoadedModel, rows: int, kernels: NativeKernels | None) 
     if loaded.device.type != "cpu":
         return [PlainProducts()]
     ways: list[Products] = [OneDnnProducts(rows), PlainProducts()]
-    if kernels is not None and loaded.model.dtype == torch.bfloat16 and bfloat16_is_slow():
+    if kernels is not None and computes_wide(loaded):
         ways.insert(0, WideProducts(kernels))
     return ways
 

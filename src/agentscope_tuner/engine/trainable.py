@@ -20,7 +20,7 @@ from agentscope_tuner.engine.attention import CausalLayout, Layout
 from agentscope_tuner.engine.decoder import has_fused_form, kernels_for, rotary_table
 from agentscope_tuner.engine.models import LoadedModel
 from agentscope_tuner.engine.native import NativeKernels
-from agentscope_tuner.engine.products import WideLinears, bfloat16_is_slow, onednn_is_exact
+from agentscope_tuner.engine.products import WideLinears, computes_wide, onednn_is_exact
 from agentscope_tuner.engine.tree_attention import TreeLayout
 
 _TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
@@ -153,8 +153,7 @@ class TreePass:
     def __init__(self, loaded: LoadedModel, engine: EngineConfig) -> None:
         self.loaded = loaded
         self.kernels = kernels_for(loaded, engine)
-        on_cpu = loaded.device.type == "cpu"
-        self._wide = on_cpu and loaded.model.dtype == torch.bfloat16 and bfloat16_is_slow()
+        self._wide = computes_wide(loaded)
         self.forward = choose_forward(loaded, self.kernels, wide=self._wide)
         # Compiled attention with gradients is for float32, which the modules compute in only if their weights are.
         modules = self.forward == loaded.hidden_states
@@ -165,17 +164,18 @@ class TreePass:
         """Hidden states (N, D) of a tree's N packed tokens."""
         device = self.loaded.device
         ids, positions = (torch.tensor([values], device=device) for values in (tree.ids, tree.positions))
-        with self._products():
+        with _linears(wide=self._wide):
             return self.forward(ids, positions, TreeLayout(tree, device, self._attention))[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(n, D) to (n, V)."""
-        with self._products():
+        with _linears(wide=self._wide):
             logits: Tensor = self.loaded.head(hidden)
         return logits
 
-    def _products(self) -> AbstractContextManager[object]:
-        return WideLinears() if self._wide else nullcontext()
+
+def _linears(*, wide: bool) -> AbstractContextManager[object]:
+    return WideLinears() if wide else nullcontext()
 
 
 def choose_forward(loaded: LoadedModel, kernels: NativeKernels | None, *, wide: bool = False) -> Forward:
@@ -204,7 +204,7 @@ def choose_forward(loaded: LoadedModel, kernels: NativeKernels | None, *, wide: 
     expected = outcome(loaded.hidden_states)
     try:
         candidate = TrainableDecoder(loaded, kernels)
-        with WideLinears() if wide else nullcontext():
+        with _linears(wide=wide):
             found = outcome(candidate.hidden_states)
     except (AttributeError, RuntimeError):  # a layer is missing or has another form
         return loaded.hidden_states
