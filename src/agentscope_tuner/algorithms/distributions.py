@@ -59,13 +59,13 @@ def draw_tokens(logits: Tensor, params: Sequence[SamplingParams], uniform: Tenso
         top_k = torch.tensor([p.top_k if p.temperature else 0 for p in params], device=device)
         top_p = torch.tensor([p.top_p if p.temperature else 1.0 for p in params], device=device)
         logits = truncate(logits, top_k, top_p)
-    highest, greedy = logits.max(-1, keepdim=True)
-    weights = torch.exp(logits - highest)
+    highest = logits.amax(-1, keepdim=True)
+    weights = (logits - highest).exp_()
     # Two levels keep the sums short: first which block of the vocabulary, then which token of it.
     rows, vocabulary = weights.shape
     block = 256
     padded = torch.nn.functional.pad(weights, (0, -vocabulary % block)).view(rows, -1, block)
-    block_sums = padded.sum(-1, dtype=torch.float64)
+    block_sums = padded.sum(-1).double()
     ends = block_sums.cumsum(-1)
     total = ends[:, -1:]
     target = uniform[:, None] * total
@@ -76,7 +76,7 @@ def draw_tokens(logits: Tensor, params: Sequence[SamplingParams], uniform: Tenso
     # Rounding may point one past the last token that has any weight.
     last = (inside < inside[:, -1:]).sum(-1, keepdim=True)
     token = chosen * block + torch.minimum(token, last)
-    if (temperature == 0).any():
-        token = torch.where((temperature > 0)[:, None], token, greedy)
+    if any(p.temperature == 0 for p in params):
+        token = torch.where((temperature > 0)[:, None], token, logits.argmax(-1, keepdim=True))
     logprobs = logits.gather(1, token) - highest - total.log().to(logits.dtype)
     return token[:, 0], logprobs[:, 0]
