@@ -26,6 +26,7 @@ FLOORS: dict[str, float] = {
     "engine": 4,
     "recorder": 5.0,
     "agentscope_face": 5.1,
+    "many_agents": 5.1,
     "endpoint": 5.1,
     "tinker_service": 5.1,
     "model_tuner": 5.2,
@@ -43,7 +44,7 @@ FLOORS: dict[str, float] = {
 
 ALLOWED_ROOMS: dict[str, set[str]] = {
     "torch": {"algorithms", "engine", "tinker_service", "backends"},
-    "agentscope": {"agentscope_face", "model_tuner", "workflow", "testing"},
+    "agentscope": {"agentscope_face", "many_agents", "model_tuner", "workflow", "testing"},
     "trinity": {"backends"},
     "tinker": {"backends", "tinker_service"},
     "ray": {"backends"},
@@ -260,7 +261,8 @@ def test_checker_accepts_a_sound_tree(tmp_path: Path) -> None:
         ),
         pytest.param(
             {"judges/llm.py": "from agentscope.message import Msg"},
-            "llm.py:1: `agentscope` may be imported only in `agentscope_face`, `model_tuner`, `testing`, `workflow`",
+            "llm.py:1: `agentscope` may be imported only in `agentscope_face`, `many_agents`, `model_tuner`, "
+            "`testing`, `workflow`",
             id="agentscope",
         ),
         pytest.param({"engine/_utils.py": ""}, "`agentscope_tuner.engine._utils` says nothing", id="utils"),

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from agentscope_tuner import doctor
 from agentscope_tuner.doctor import Check
+from agentscope_tuner.engine import products
 
 PYPROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
@@ -42,6 +43,12 @@ def test_a_sound_installation(tmp_path: Path, tiny_agent_dir: Path) -> None:
     assert re.search(r"samples [\d,]+ tokens/s", checks["engine"].found)
     assert str(tmp_path / "runs") in checks["run folder"].found
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("slow", "told"), [(True, "saves memory, not time"), (False, "faster than float32")])
+def test_it_says_what_bfloat16_would_gain(monkeypatch: pytest.MonkeyPatch, slow: bool, told: str) -> None:
+    monkeypatch.setattr(products, "bfloat16_is_slow", lambda: slow)
+    assert told in doctor.check_bfloat16().found
 
 
 def test_quick_runs_no_model_and_imports_little() -> None:

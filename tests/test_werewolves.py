@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from agentscope_tuner import DatasetConfig, Task
-from agentscope_tuner.agentscope_face import quiet_agents
 from agentscope_tuner.chat import ChatRenderer, write_reply
 from agentscope_tuner.config import WorkflowConfig, load_config
 from agentscope_tuner.loading import load_object
+from agentscope_tuner.many_agents import quiet_agents
 from agentscope_tuner.policy import SamplingParams
 from agentscope_tuner.readers import load_tasks
 from agentscope_tuner.recorder import PolicyModel

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import time
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from agentscope.message import TextBlock, ThinkingBlock, ToolUseBlock
@@ -158,21 +156,6 @@ class RoleModel(ChatModelBase):
 async def _again(chunks: list[ChatResponse]) -> AsyncGenerator[ChatResponse, None]:
     for chunk in chunks:
         yield chunk
-
-
-@contextmanager
-def quiet_agents() -> Iterator[None]:
-    """Agents made inside do not print what they say: hundreds of them run at once."""
-    switch = "AGENTSCOPE_DISABLE_CONSOLE_OUTPUT"
-    before = os.environ.get(switch)
-    os.environ[switch] = "true"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[switch]
-        else:
-            os.environ[switch] = before
 
 
 def respond(

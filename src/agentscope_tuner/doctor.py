@@ -87,7 +87,7 @@ def diagnose(*, quick: bool = False, folder: Path | None = None) -> list[Check]:
     model = Path(str(files("agentscope_tuner") / "assets" / "tiny-agent"))
     checks.append(check_model_files(model))
     if not quick and all(check.status != "missing" for check in checks):
-        checks += [check_kernels(), measure_speed("tiny-agent")]
+        checks += [check_kernels(), check_bfloat16(), measure_speed("tiny-agent")]
     folder = folder or Path.cwd()
     checks += [check_writable(folder), _check_disk(folder), _check_memory()]
     checks += [Check(name, "ok", _optional(name, purpose)) for name, purpose in _OPTIONAL.items()]
@@ -116,6 +116,14 @@ def check_kernels() -> Check:
     missing = "not in use (no g++ or clang++, or a wrong result): long contexts are sampled more slowly"
     found = "built" if native_kernels() else missing
     return Check("compiled kernels", "ok", found)
+
+
+def check_bfloat16() -> Check:
+    """What would `engine.dtype=bfloat16` gain on the CPU?"""
+    from agentscope_tuner.engine.products import bfloat16_is_slow
+
+    slow = "computed in float32 on this processor, where that is faster: it saves memory, not time"
+    return Check("bfloat16 on the CPU", "ok", slow if bfloat16_is_slow() else "faster than float32 on this processor")
 
 
 # --------------------------------------------------------------------------------------------- Python, packages
@@ -179,7 +187,7 @@ def _check_torch() -> Iterator[Check]:
         bfloat16 = "with" if torch.cuda.is_bf16_supported(including_emulation=False) else "without"
         yield Check("GPU", "ok", f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, {bfloat16} bfloat16")
     elif shutil.which("nvidia-smi") is None:
-        yield Check("GPU", "ok", "none; the CPU is used, best with `engine.dtype=float32`")
+        yield Check("GPU", "ok", "none; the CPU is used")
     elif torch.version.cuda is None:
         yield Check("GPU", "warn", "there is one, but this PyTorch is built for the CPU only", _reinstall(TORCH))
     else:

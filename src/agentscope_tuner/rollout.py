@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from agentscope_tuner.agentscope_face import quiet_agents
 from agentscope_tuner.config import BranchingConfig, WorkflowConfig
 from agentscope_tuner.endpoint import EndpointServer
 from agentscope_tuner.errors import (
@@ -26,6 +25,7 @@ from agentscope_tuner.errors import (
     RoleError,
     TunerError,
 )
+from agentscope_tuner.many_agents import quiet_agents, share_schemas
 from agentscope_tuner.model_tuner import ModelTuner
 from agentscope_tuner.policy import SamplingParams
 from agentscope_tuner.recorder import PolicyModel, Recorder
@@ -128,6 +128,7 @@ class Rollout:
                     episode.branch = Branch(continued[0][0].replayed, [other for other, _ in continued])
             return episode
 
+        share_schemas()
         try:
             with quiet_agents():
                 async with asyncio.TaskGroup() as group:

@@ -1,0 +1,102 @@
+"""What AgentScope does for one agent, where hundreds of them run at once and are made anew for every episode."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from functools import cache, wraps
+from types import FunctionType
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+from agentscope.tool import Toolkit
+from pydantic import BaseModel
+
+T = TypeVar("T")
+Schema = dict[str, Any]
+
+
+@contextmanager
+def quiet_agents() -> Iterator[None]:
+    """Agents made inside do not print what they say."""
+    switch = "AGENTSCOPE_DISABLE_CONSOLE_OUTPUT"
+    before = os.environ.get(switch)
+    os.environ[switch] = "true"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[switch]
+        else:
+            os.environ[switch] = before
+
+
+@cache
+def share_schemas() -> None:
+    """From now on, AgentScope makes a tool's JSON schema once, and copies it while function and model are the same.
+
+    Without that, every agent has pydantic build a class for each of its tools, and describe its `structured_model` in
+    every step: half a millisecond each time, which is as much as a small model takes to answer. There is no public
+    place to say so; an AgentScope of other insides stays as it is.
+    """
+    inside: Any = sys.modules[Toolkit.__module__]
+    parse = getattr(inside, "_parse_tool_function", None)
+    if parse is not None:
+        inside._parse_tool_function = _once_per_function(parse)
+    tool = getattr(inside, "RegisteredToolFunction", None)
+    extended = getattr(tool, "extended_json_schema", None)
+    if tool is not None and isinstance(extended, property) and extended.fget is not None:
+        tool.extended_json_schema = property(_once_per_model(extended.fget))
+
+
+def _once_per_function(parse: Callable[..., Schema]) -> Callable[..., Schema]:
+    known: WeakKeyDictionary[FunctionType, tuple[tuple[Any, ...], Schema]] = WeakKeyDictionary()
+
+    @wraps(parse)
+    def parse_once(tool_func: Any, *args: Any, **options: Any) -> Schema:
+        function = getattr(tool_func, "__func__", tool_func)  # methods are made anew whenever they are looked up
+        if not isinstance(function, FunctionType):
+            return parse(tool_func, *args, **options)
+        # All that the schema is made of; whoever writes tasks into descriptions changes it.
+        source = (function.__name__, function.__doc__, inspect.signature(tool_func), args, options)
+        found = known.get(function)
+        if found is None or not _equal(found[0], source):
+            found = known[function] = (source, parse(tool_func, *args, **options))
+        return _copy(found[1])
+
+    return parse_once
+
+
+def _once_per_model(extend: Callable[[Any], Schema]) -> Callable[[Any], Schema]:
+    known: WeakKeyDictionary[type[BaseModel], tuple[Schema, Schema]] = WeakKeyDictionary()
+
+    @wraps(extend)
+    def extend_once(tool: Any) -> Schema:
+        model = tool.extended_model
+        # A model that describes itself may do so differently every time.
+        if model is None or any("model_json_schema" in vars(kind) for kind in model.__mro__ if kind is not BaseModel):
+            return extend(tool)
+        found = known.get(model)
+        if found is None or not _equal(found[0], tool.json_schema):
+            found = known[model] = (deepcopy(tool.json_schema), extend(tool))
+        return _copy(found[1])
+
+    return extend_once
+
+
+def _copy(value: T) -> T:
+    """Of what JSON holds; `deepcopy` takes three times as long."""
+    if isinstance(value, dict):
+        return {key: _copy(item) for key, item in value.items()}  # type: ignore[return-value]
+    return [_copy(item) for item in value] if isinstance(value, list) else value  # type: ignore[return-value]
+
+
+def _equal(one: object, other: object) -> bool:
+    try:
+        return bool(one == other)
+    except Exception:  # defaults can be anything, arrays too
+        return False

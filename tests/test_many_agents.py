@@ -1,0 +1,237 @@
+"""AgentScope's schemas are made once for many agents, and are what each agent would have made itself."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable
+from copy import deepcopy
+from functools import partial
+from typing import Any, Literal
+from weakref import ref
+
+import agentscope._utils._common as common
+import numpy as np
+import pytest
+from agentscope.tool import Toolkit, ToolResponse
+from pydantic import BaseModel, Field
+
+from agentscope_tuner.many_agents import share_schemas
+
+
+class Answer(BaseModel):
+    """What is delivered."""
+
+    number: float = Field(description="The result.")
+    unit: Literal["m", "s"] = "m"
+
+
+class Where(BaseModel):
+    """A place."""
+
+    city: str
+
+
+class Report(BaseModel):
+    """One that holds another."""
+
+    where: Where
+    lines: list[str]
+
+
+class Changing(BaseModel):
+    """One that describes itself anew each time."""
+
+    number: int
+
+    @classmethod
+    def model_json_schema(cls, *args: Any, **options: Any) -> dict[str, Any]:
+        """Count."""
+        schema = super().model_json_schema(*args, **options)
+        cls.counted = getattr(cls, "counted", 0) + 1
+        schema["properties"]["number"]["description"] = f"the {cls.counted}th"
+        return schema
+
+
+class Shop:
+    """Has a tool."""
+
+    def buy(self, what: str, pieces: int = 1) -> ToolResponse:
+        """Buy something.
+
+        Args:
+            what (str): the thing.
+            pieces (int): how many.
+        """
+        return ToolResponse(content=[])
+
+
+def search(query: str, limit: int | None = None, *more: str, **rest: Any) -> ToolResponse:  # noqa: D417
+    """Search for it.
+
+    At length.
+
+    Args:
+        query (str): what for.
+        limit (int): how many.
+    """
+    return ToolResponse(content=[])
+
+
+@pytest.fixture(autouse=True)
+def shared() -> None:
+    share_schemas()
+    share_schemas()
+
+
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A name for each class that pydantic is asked to build for a tool."""
+    names: list[str] = []
+    build = common.create_model
+
+    def counted(name: str, **fields: Any) -> Any:
+        names.append(name)
+        return build(name, **fields)
+
+    monkeypatch.setattr(common, "create_model", counted)
+    return names
+
+
+def schema_of(tool: Any, model: type[BaseModel] | None = None, **options: Any) -> dict[str, Any]:
+    """As a new agent's toolkit has it."""
+    toolkit = Toolkit()
+    toolkit.register_tool_function(tool, **options)
+    (name,) = toolkit.tools
+    toolkit.set_extended_model(name, model)
+    (schema,) = toolkit.get_json_schemas()
+    return schema
+
+
+def unshared(tool: Any, model: type[BaseModel] | None = None, **options: Any) -> dict[str, Any]:
+    """The same by AgentScope alone."""
+    inside: Any = sys.modules[Toolkit.__module__]
+    kind, ours = inside.RegisteredToolFunction, inside._parse_tool_function
+    getter = kind.extended_json_schema
+    kind.extended_json_schema, inside._parse_tool_function = property(getter.fget.__wrapped__), ours.__wrapped__
+    try:
+        return schema_of(tool, model, **options)
+    finally:
+        kind.extended_json_schema, inside._parse_tool_function = getter, ours
+
+
+@pytest.mark.parametrize("model", [None, Answer, Report])
+@pytest.mark.parametrize(
+    ("tool", "options"),
+    [
+        (search, {}),
+        (search, {"include_long_description": False}),
+        (search, {"include_var_positional": True, "include_var_keyword": True}),
+        (search, {"func_name": "find", "func_description": "Find it."}),
+        (search, {"preset_kwargs": {"limit": 3}}),
+        (partial(search, limit=3), {}),
+        (Shop().buy, {}),
+        (Shop.buy, {}),
+    ],
+)
+def test_schemas_are_those_of_agentscope(tool: Any, options: dict[str, Any], model: type[BaseModel] | None) -> None:
+    expected = unshared(tool, model, **options)
+    for _ in range(3):
+        schema = schema_of(tool, model, **options)
+        assert schema == expected
+        schema["function"]["parameters"]["properties"].clear()  # it is the agent's own
+        schema["function"]["name"] = "spoiled"
+
+
+def test_a_tool_is_looked_at_once(built: list[str]) -> None:
+    def tool(a: int) -> ToolResponse:
+        """Add one."""
+        return ToolResponse(content=[])
+
+    for _ in range(5):
+        schema_of(tool, Answer)
+        schema_of(Shop().buy)
+    assert len(built) <= 2  # a method may be known from another test
+
+
+def redescribe(tool: Callable[..., Any]) -> None:
+    tool.__doc__ = "Another task."
+
+
+def rename(tool: Callable[..., Any]) -> None:
+    tool.__name__ = "another"
+
+
+def annotate(tool: Callable[..., Any]) -> None:
+    tool.__annotations__["a"] = Literal["x", "y"]
+
+
+def set_default(tool: Callable[..., Any]) -> None:
+    tool.__defaults__ = (7,)
+
+
+@pytest.mark.parametrize("change", [redescribe, rename, annotate, set_default])
+def test_a_tool_that_changes_is_looked_at_again(change: Callable[..., Any], built: list[str]) -> None:
+    def tool(a: int) -> ToolResponse:
+        """Add one."""
+        return ToolResponse(content=[])
+
+    before = schema_of(tool)
+    change(tool)
+    after = schema_of(tool)
+    assert after != before
+    assert after == unshared(tool)
+    assert len(built) == 3
+
+
+def test_another_model_or_another_tool_is_another_schema() -> None:
+    other = deepcopy(schema_of(search))
+    other["function"]["description"] = "Something else."
+    for schema in (None, other, None):
+        for model in (Answer, Report, Answer):
+            assert schema_of(search, model, json_schema=deepcopy(schema)) == unshared(
+                search, model, json_schema=deepcopy(schema)
+            )
+
+
+def test_a_model_that_describes_itself_is_asked_every_time() -> None:
+    texts = [str(schema_of(search, Changing)) for _ in range(3)]
+    assert len(set(texts)) == 3
+
+
+@pytest.mark.filterwarnings("ignore:Default value:pydantic.json_schema.PydanticJsonSchemaWarning")
+def test_a_default_that_cannot_be_compared() -> None:
+    def tool(a: Any = 0) -> ToolResponse:
+        """Take an array."""
+        return ToolResponse(content=[])
+
+    tool.__defaults__ = (np.zeros(3),)
+    first = schema_of(tool)
+    tool.__defaults__ = (np.ones(3),)
+    assert schema_of(tool) == first == unshared(tool)
+
+
+def a_tool() -> Any:
+    def tool(a: int) -> ToolResponse:
+        """Add one."""
+        return ToolResponse(content=[])
+
+    schema_of(tool)
+    return ref(tool)
+
+
+def a_model() -> Any:
+    class Own(BaseModel):
+        """Made for one episode."""
+
+        b: int
+
+    schema_of(search, Own)
+    return ref(Own)
+
+
+@pytest.mark.parametrize("make", [a_tool, a_model])
+def test_what_an_episode_makes_is_forgotten_with_it(make: Callable[[], Any]) -> None:
+    gone = make()
+    gc.collect()
+    assert gone() is None
