@@ -18,10 +18,11 @@ import random
 import re
 import statistics
 import subprocess
+import sys
 import time
 import types
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -211,10 +212,13 @@ class Times:
         return statistics.median(one[slow] / one[fast] for one in self.rounds)
 
 
-def compare(sides: Mapping[str, Callable[[], object]], rounds: int = 5) -> Times:
-    """Run all sides in turn, once to warm up and then until enough rounds were undisturbed."""
-    for side in sides.values():
-        side()
+def compare(
+    sides: Mapping[str, Callable[[], object]], rounds: int = 5, warm_up: Collection[str] | None = None
+) -> Times:
+    """Run all sides in turn, once to warm up (some of them, or all) and then until enough rounds were undisturbed."""
+    for name, side in sides.items():
+        if warm_up is None or name in warm_up:
+            side()
     clean, disturbed, patience_s = [], [], 120.0
     while len(clean) < rounds and len(clean) + len(disturbed) < 2 * rounds:
         seconds, foreign = {}, 0.0
@@ -224,6 +228,8 @@ def compare(sides: Mapping[str, Callable[[], object]], rounds: int = 5) -> Times
                 side()
             seconds[name], foreign = watch.seconds, max(foreign, watch.foreign)
         (disturbed if foreign > _FOREIGN else clean).append(seconds)
+        taken = ", ".join(f"{name} {one:.2f} s" for name, one in seconds.items())
+        print(f"round {len(clean) + len(disturbed)}: {taken}; others {foreign:.0%}", file=sys.stderr, flush=True)
     return Times(clean, 0) if len(clean) >= 3 else Times(clean + disturbed, len(disturbed))
 
 
@@ -359,15 +365,27 @@ def machine() -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------------- results
 
 
-def write_results(name: str, measured: Iterable[dict[str, Any]]) -> None:
-    """Print rows and keep them as JSON, each as soon as it is measured; print a Markdown table of them all."""
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    rows = []
+def write_results(name: str, measured: Iterable[dict[str, Any]], key: Sequence[str] = ()) -> None:
+    """Print rows and keep them as JSON, each as soon as it is measured; print a Markdown table of them all.
+
+    Where `key` says what tells rows apart, those of earlier runs on this machine stay until they are measured again:
+    the largest models take an hour.
+    """
+    path = RESULTS / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows: list[dict[str, Any]] = []
+    if key and path.exists():
+        before = json.loads(path.read_text())
+        if all(before["machine"][one] == machine()[one] for one in ("processor", "threads", "memory_gb", "torch")):
+            rows = before["rows"]
     for row in measured:
-        rows.append(row)
         print(row, flush=True)
-        content = {"machine": machine(), "rows": rows}
-        (RESULTS / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
+        same = [i for i, other in enumerate(rows) if key and all(other[one] == row[one] for one in key)]
+        if same:
+            rows[same[0]] = row
+        else:
+            rows.append(row)
+        path.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=2) + "\n")
     print(table(rows), flush=True)
 
 

