@@ -13,7 +13,7 @@ from game import WEREWOLF, new_game, winner
 from players import GRADES, Grade, ScriptedPlayer
 from workflow import Table, seat
 
-from agentscope_tuner.agentscope_face import quiet_agents
+from agentscope_tuner.many_agents import quiet_agents
 
 
 async def play(seed: int, werewolves: Grade, village: Grade) -> Table:
