@@ -77,8 +77,10 @@ def _once_per_model(extend: Callable[[Any], Schema]) -> Callable[[Any], Schema]:
     @wraps(extend)
     def extend_once(tool: Any) -> Schema:
         model = tool.extended_model
-        # A model that describes itself may do so differently every time.
-        if model is None or any("model_json_schema" in vars(kind) for kind in model.__mro__ if kind is not BaseModel):
+        # One that describes itself may do so differently every time.
+        if not isinstance(model, type) or any(
+            "model_json_schema" in vars(kind) for kind in model.__mro__ if kind is not BaseModel
+        ):
             return extend(tool)
         found = known.get(model)
         if found is None or not _equal(found[0], tool.json_schema):
