@@ -199,6 +199,17 @@ def test_a_model_that_describes_itself_is_asked_every_time() -> None:
     assert len(set(texts)) == 3
 
 
+def test_an_agentscope_of_other_insides_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    inside: Any = sys.modules[Toolkit.__module__]
+    kind = inside.RegisteredToolFunction
+    getter = kind.extended_json_schema
+    monkeypatch.delattr(inside, "_parse_tool_function")
+    monkeypatch.delattr(inside, "RegisteredToolFunction")
+    share_schemas.__wrapped__()
+    assert not hasattr(inside, "_parse_tool_function")
+    assert kind.extended_json_schema is getter
+
+
 @pytest.mark.filterwarnings("ignore:Default value:pydantic.json_schema.PydanticJsonSchemaWarning")
 def test_a_default_that_cannot_be_compared() -> None:
     def tool(a: Any = 0) -> ToolResponse:

@@ -122,7 +122,7 @@ def check_bfloat16() -> Check:
     """What would `engine.dtype=bfloat16` gain on the CPU?"""
     from agentscope_tuner.engine.products import bfloat16_is_slow
 
-    slow = "computed in float32 on this processor, where that is faster: it saves memory, not time"
+    slow = "slower than float32 on this processor: it saves memory, not time"
     return Check("bfloat16 on the CPU", "ok", slow if bfloat16_is_slow() else "faster than float32 on this processor")
 
 

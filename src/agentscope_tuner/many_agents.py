@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from copy import deepcopy
 from functools import cache, wraps
 from types import FunctionType
 from typing import Any, TypeVar
@@ -18,6 +17,8 @@ from pydantic import BaseModel
 
 T = TypeVar("T")
 Schema = dict[str, Any]
+Known = WeakKeyDictionary[Any, tuple[object, Schema]]
+"""By function or model, as long as it lives: what its last schema was made of, and that schema."""
 
 
 @contextmanager
@@ -54,7 +55,7 @@ def share_schemas() -> None:
 
 
 def _once_per_function(parse: Callable[..., Schema]) -> Callable[..., Schema]:
-    known: WeakKeyDictionary[FunctionType, tuple[tuple[Any, ...], Schema]] = WeakKeyDictionary()
+    known: Known = WeakKeyDictionary()
 
     @wraps(parse)
     def parse_once(tool_func: Any, *args: Any, **options: Any) -> Schema:
@@ -63,16 +64,13 @@ def _once_per_function(parse: Callable[..., Schema]) -> Callable[..., Schema]:
             return parse(tool_func, *args, **options)
         # All that the schema is made of; whoever writes tasks into descriptions changes it.
         source = (function.__name__, function.__doc__, inspect.signature(tool_func), args, options)
-        found = known.get(function)
-        if found is None or not _equal(found[0], source):
-            found = known[function] = (source, parse(tool_func, *args, **options))
-        return _copy(found[1])
+        return _recall(known, function, source, lambda: parse(tool_func, *args, **options))
 
     return parse_once
 
 
 def _once_per_model(extend: Callable[[Any], Schema]) -> Callable[[Any], Schema]:
-    known: WeakKeyDictionary[type[BaseModel], tuple[Schema, Schema]] = WeakKeyDictionary()
+    known: Known = WeakKeyDictionary()
 
     @wraps(extend)
     def extend_once(tool: Any) -> Schema:
@@ -82,12 +80,17 @@ def _once_per_model(extend: Callable[[Any], Schema]) -> Callable[[Any], Schema]:
             "model_json_schema" in vars(kind) for kind in model.__mro__ if kind is not BaseModel
         ):
             return extend(tool)
-        found = known.get(model)
-        if found is None or not _equal(found[0], tool.json_schema):
-            found = known[model] = (deepcopy(tool.json_schema), extend(tool))
-        return _copy(found[1])
+        return _recall(known, model, tool.json_schema, lambda: extend(tool))
 
     return extend_once
+
+
+def _recall(known: Known, owner: object, source: object, make: Callable[[], Schema]) -> Schema:
+    """A copy of what was made for its owner; it is made anew where it would be made of something else."""
+    found = known.get(owner)
+    if found is None or not _equal(found[0], source):
+        found = known[owner] = (_copy(source), make())
+    return _copy(found[1])
 
 
 def _copy(value: T) -> T:
