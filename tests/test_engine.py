@@ -31,7 +31,7 @@ from agentscope_tuner.algorithms.distributions import draw_tokens
 from agentscope_tuner.algorithms.losses import policy_loss
 from agentscope_tuner.config import AlgorithmConfig, EngineConfig, LoraConfig, TunerModelConfig
 from agentscope_tuner.engine import decoder, model_runner, products
-from agentscope_tuner.engine.attention import KVCache
+from agentscope_tuner.engine.attention import KVCache, PrefixStack, SlotGroup, SlotLayout
 from agentscope_tuner.engine.decoder import FusedDecoder, ModuleDecoder, NativeDecoder, WholeDecoder
 from agentscope_tuner.engine.learner import Learner
 from agentscope_tuner.engine.models import layer_weight, load_model
@@ -91,6 +91,49 @@ def test_padded_rows_see_their_prefix_in_place_or_as_a_copy(
     for call in calls:
         gap = (torch.tensor(call.logprobs) - plain_logprobs(loaded, call).detach()).abs().max()
         assert gap < 1e-4
+
+
+@pytest.mark.parametrize("new", [1, 3])
+@pytest.mark.parametrize(
+    ("slots", "prefixes"),
+    [
+        pytest.param([2, 3, 4, 5], [0, 0, 1, 1], id="neighbours, as many for each prefix"),
+        pytest.param([2, 3, 4, 5], [2, 0, 2, 1], id="neighbours, of one prefix and another"),
+        pytest.param([1, 3, 4, 6], [1, 0, 1, 2], id="between others"),
+        pytest.param([0, 5, 9, 11], [1, 2, 1, 1], id="far apart"),
+        pytest.param([4], [2], id="alone"),
+        pytest.param([1, 3, 4, 6], None, id="without prefixes"),
+    ],
+)
+def test_rows_attended_together_see_what_each_sees_alone(
+    slots: list[int], prefixes: list[int] | None, new: int
+) -> None:
+    torch.manual_seed(0)
+    heads, kv_heads, head_dim = 6, 2, 8
+    cache = KVCache((1, kv_heads, head_dim), 12, 100, torch.empty(0))
+    cache.reserve(40)
+    for tensor in (cache.keys[0], cache.values[0]):
+        tensor.normal_()
+    stack = PrefixStack([cache.take(slot, tokens) for slot, tokens in ((7, 4), (8, 9), (10, 6))])
+    starts = [5 + 3 * row for row in range(len(slots))]
+    counts = [new - row % 2 if new > 1 else 1 for row in range(len(slots))]
+    q = torch.randn(len(slots), heads, new, head_dim)
+    k, v = torch.randn(2, len(slots), kv_heads, new, head_dim)
+    group = SlotGroup(slots, starts, counts, new, cache, stack if prefixes else None, prefixes or [])
+    out = SlotLayout(cache, [group]).attend(0, q, k, v, 0.5)
+    for row, (slot, first, count) in enumerate(zip(slots, starts, counts, strict=True)):
+        keys, values = cache.keys[0][slot, :, : first + count], cache.values[0][slot, :, : first + count]
+        assert torch.equal(keys[:, first:], k[row, :, :count])
+        before = 0
+        if prefixes:
+            prefix_keys, prefix_values = stack.prefixes[prefixes[row]].layers[0]
+            before = prefix_keys.shape[1]
+            keys, values = torch.cat([prefix_keys, keys], 1), torch.cat([prefix_values, values], 1)
+        visible = torch.ones(count, before + first + count, dtype=torch.bool).tril(before + first)
+        alone = torch.nn.functional.scaled_dot_product_attention(
+            q[row : row + 1, :, :count], keys[None], values[None], visible, scale=0.5, enable_gqa=True
+        )
+        torch.testing.assert_close(out[row, :count], alone[0].transpose(0, 1))
 
 
 def test_an_altered_token_is_noticed_before_any_update(tiny_model_dir: Path) -> None:

@@ -13,8 +13,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -28,6 +30,8 @@ CHUNK = 128
 _BY_ROW = 16384
 """From so many numbers per sequence on, copying keys (or values) of a batch together costs more than going row by row
 (measured on two cores: 250 tokens of 64 numbers)."""
+MOST_PADDING = 2
+"""Where rows are attended together, they are padded to at most this many times themselves."""
 MASKED = -1e30
 """Added to masked scores. Finite, so that a row with nothing to see stays finite too."""
 
@@ -157,7 +161,7 @@ class KVCache:
         return Prefix(layers, torch.tensor(places))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False, slots=True)
 class Prefix:
     """Keys and values of P tokens that sequences begin with, apart from the cache."""
 
@@ -209,28 +213,104 @@ class RowLayout:
         return self.attend_queries(layer, (q[:, :, 0].float() * scaling).contiguous())[:, None]
 
 
+class PrefixStack:
+    """S prefixes side by side, padded to the longest."""
+
+    def __init__(self, prefixes: Sequence[Prefix]) -> None:
+        self.prefixes = prefixes
+        self.lengths = [prefix.layers[0][0].shape[1] for prefix in prefixes]
+
+    @cached_property
+    def layers(self) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values (S, K, P, d)."""
+        layers = zip(*(prefix.layers for prefix in self.prefixes), strict=True)
+        return [(_side_by_side([k for k, _ in layer]), _side_by_side([v for _, v in layer])) for layer in layers]
+
+
+def _side_by_side(tensors: Sequence[Tensor]) -> Tensor:
+    """(K, P, d) each, of different P, to (S, K, P, d)."""
+    if len(tensors) == 1:
+        return tensors[0][None]
+    padded: Tensor = nn.utils.rnn.pad_sequence([tensor.transpose(0, 1) for tensor in tensors], batch_first=True)
+    return padded.transpose(1, 2)
+
+
+class SharedPrefixes:
+    """The prefixes that rows of a batch begin with: all are attended in one product, each with R rows."""
+
+    def __init__(self, stack: PrefixStack, number: np.ndarray) -> None:
+        """Say which prefix of the stack each row begins with; what a row of -1 gets is not read."""
+        self._stack = stack
+        self._device = stack.prefixes[0].layers[0][0].device
+        grouped = np.argsort(number, kind="stable")[np.count_nonzero(number < 0) :]
+        ordered = number[grouped]
+        self._most = most = int(np.bincount(ordered).max())
+        cells = ordered * most + np.arange(len(ordered)) - np.searchsorted(ordered, ordered)
+        spread_by = np.zeros(len(stack.lengths) * most, np.int64)
+        spread_by[cells] = grouped
+        gather_by = np.zeros_like(number)
+        gather_by[grouped] = cells
+        in_place = np.array_equal(spread_by, np.arange(len(number)))
+        self._spread_by = None if in_place else self._tensor(spread_by)
+        """(S R) the row in each cell of the product."""
+        self._gather_by = None if in_place else self._tensor(gather_by)
+        """(B,) the cell of each row."""
+        lengths = np.array(stack.lengths)
+        self.visible = self._tensor(np.arange(lengths.max()) < lengths[number, None])
+        """(B, P)"""
+
+    def _tensor(self, array: np.ndarray) -> Tensor:
+        return torch.as_tensor(array, device=self._device)
+
+    def scores(self, layer: int, q: Tensor) -> Tensor:
+        """Map scaled q (B, K, X, d) to scores (B, K, X, P), those of padding included."""
+        return self._gather(self._spread(q) @ self._stack.layers[layer][0].transpose(2, 3))
+
+    def sums(self, layer: int, weights: Tensor) -> Tensor:
+        """Values weighted by (B, K, X, P): (B, K, X, d)."""
+        return self._gather(self._spread(weights) @ self._stack.layers[layer][1])
+
+    def _spread(self, x: Tensor) -> Tensor:
+        """(B, K, X, Y) to (S, K, R X, Y)."""
+        if self._spread_by is not None:
+            x = x[self._spread_by]
+        return x.view(-1, self._most, *x.shape[1:]).transpose(1, 2).flatten(2, 3)
+
+    def _gather(self, x: Tensor) -> Tensor:
+        """(S, K, R X, Y) to (B, K, X, Y)."""
+        x = x.view(*x.shape[:2], self._most, -1, x.shape[3]).transpose(1, 2).flatten(0, 1)
+        return x if self._gather_by is None else x[self._gather_by]
+
+
 class SlotGroup:
-    """Rows of a batch whose slots share a trunk."""
+    """Rows of a batch that are attended together, in the order of their slots."""
 
     def __init__(
         self,
-        trunk: list[tuple[Tensor, Tensor]] | None,
-        slots: list[int],
-        starts: list[int],
-        counts: list[int],
+        slots: Sequence[int],
+        starts: Sequence[int],
+        counts: Sequence[int],
         new: int,
         cache: KVCache,
+        stack: PrefixStack | None,
+        of_row: Sequence[int],
     ) -> None:
-        """Prepare indices and mask for `new` tokens per row, `counts` of them real, from own position `starts` on."""
+        """Prepare indices and masks.
+
+        Args:
+            slots: of each row, ascending.
+            starts: each row's place for its first new token, in its slot.
+            counts: how many new tokens each row has; it is padded to `new`.
+            new: tokens per row.
+            cache: holds the sequences.
+            stack: what the rows' sequences begin with, or None: nothing that is not in their slots.
+            of_row: which of the prefixes of the stack each row's sequence begins with; unused without a stack.
+        """
         device, capacity = cache.keys[0].device, cache.capacity
-        self.trunk = trunk
+        self.stack = stack
+        self.of_row = of_row
         self.rows = len(slots)
         self.spans = list(zip(slots, starts, counts, strict=True))
-        """Each row's slot, how many own tokens it has, and how many come new."""
-        # Neighbouring slots are read as a view; others have to be gathered.
-        self.contiguous = (
-            slice(slots[0], slots[0] + len(slots)) if slots == list(range(slots[0], slots[0] + len(slots))) else None
-        )
         self.slots = torch.tensor(slots, device=device)
         # (B, N); padding at the end of the context would run out of the slot. What it overwrites there is not read:
         # a row that is padded has fewer tokens than that.
@@ -238,12 +318,28 @@ class SlotGroup:
             max=capacity - 1
         )
         self.keys = min(max(starts) + new, capacity)
-        self.by_row = (
-            device.type == "cpu" and (self.contiguous is None or new > 1) and cache.token_size * self.keys > _BY_ROW
-        )
+        between = slots[-1] - slots[0] + 1
+        # A view of slots that lie close together is read as it is, and the results of those that are no rows are
+        # dropped; others have to be gathered.
+        view = between <= MOST_PADDING * self.rows
+        self.by_row = device.type == "cpu" and (not view or new > 1) and cache.token_size * self.keys > _BY_ROW
         if self.by_row:
             return
-        visible = torch.arange(self.keys, device=device) <= self.own[:, :, None]
+        self.place: Tensor | None = None
+        """(B,) of each row among the slots that are read, where these are more."""
+        self.read: slice | Tensor = slice(slots[0], slots[-1] + 1) if view else self.slots
+        last = self.own
+        if view and between > self.rows:
+            self.place = self.slots - slots[0]
+            last = last.new_zeros(between, new)
+            last[self.place] = self.own
+        visible = torch.arange(self.keys, device=device) <= last[:, :, None]
+        self.shared = None
+        if stack is not None:
+            numbers = np.full(len(last), -1)
+            numbers[np.array(slots) - slots[0] if view else slice(None)] = of_row
+            self.shared = SharedPrefixes(stack, numbers)
+            visible = torch.cat([self.shared.visible[:, None].expand(-1, new, -1), visible], -1)
         self.mask = torch.zeros(visible.shape, device=device).masked_fill_(~visible, MASKED)[:, None, None]
 
 
@@ -271,7 +367,7 @@ class SlotLayout:
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
     def _attend_group(self, layer: int, group: SlotGroup, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        b, h, n, d = q.shape
+        _, h, n, d = q.shape
         kv = k.shape[1]
         g = h // kv
         keys, values = self.cache.keys[layer], self.cache.values[layer]
@@ -280,22 +376,21 @@ class SlotLayout:
         values[where] = v.transpose(1, 2)
         if group.by_row:
             return self._attend_rows(layer, group, q)
-        own = group.contiguous if group.contiguous is not None else group.slots
-        own_keys, own_values = keys[own, :, : group.keys], values[own, :, : group.keys]  # (B, K, T, d)
-        q = q.reshape(b, kv, g * n, d)
-        scores = (q @ own_keys.transpose(2, 3)).view(b, kv, g, n, -1) + group.mask
-        scores = scores.view(b, kv, g * n, -1)
-        if group.trunk is None:
-            out = softmax(scores, v) @ own_values
+        own_keys, own_values = keys[group.read, :, : group.keys], values[group.read, :, : group.keys]  # (B, K, T, d)
+        if group.place is not None:
+            q = q.new_zeros(len(own_keys), h, n, d).index_copy_(0, group.place, q)
+        q = q.reshape(-1, kv, g * n, d)
+        scores = q @ own_keys.transpose(2, 3)
+        if group.shared is not None:
+            scores = torch.cat([group.shared.scores(layer, q), scores], -1)
+        weights = softmax((scores.unflatten(2, (g, n)) + group.mask).flatten(2, 3), v)
+        if group.shared is None:
+            out = weights @ own_values
         else:
-            trunk_keys, trunk_values = group.trunk[layer]  # (K, P, d)
-            p = trunk_keys.shape[1]
-            folded = q.transpose(0, 1).reshape(kv, b * g * n, d)
-            trunk_scores = (folded @ trunk_keys.transpose(1, 2)).view(kv, b, g * n, p).transpose(0, 1)
-            weights = softmax(torch.cat([trunk_scores, scores], -1), v)
-            from_trunk = weights[..., :p].transpose(0, 1).reshape(kv, b * g * n, p) @ trunk_values
-            out = from_trunk.view(kv, b, g * n, d).transpose(0, 1) + weights[..., p:] @ own_values
-        return out.reshape(b, h, n, d).transpose(1, 2)
+            of_prefix, own = weights.split([weights.shape[-1] - group.keys, group.keys], -1)
+            out = group.shared.sums(layer, of_prefix) + own @ own_values
+        out = out.reshape(-1, h, n, d).transpose(1, 2)
+        return out if group.place is None else out[group.place]
 
     def _attend_rows(self, layer: int, group: SlotGroup, q: Tensor) -> Tensor:
         """The same for long sequences: one after the other, reading keys and values where they are."""
@@ -308,8 +403,8 @@ class SlotLayout:
                 n = min(CHUNK, count - first)
                 own = start + first + n
                 pieces = [(keys[slot, :, :own], values[slot, :, :own])]
-                if group.trunk is not None:
-                    pieces.insert(0, group.trunk[layer])
+                if group.stack is not None:
+                    pieces.insert(0, group.stack.prefixes[group.of_row[row]].layers[layer])
                 chunk = q[row, :, :, first : first + n]
                 scores = [chunk.flatten(1, 2) @ k.transpose(1, 2) for k, _ in pieces]
                 if n > 1:

@@ -6,8 +6,10 @@ tokens at a time.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -17,7 +19,7 @@ from torch import Tensor
 
 from agentscope_tuner.algorithms.distributions import draw_tokens
 from agentscope_tuner.config import EngineConfig
-from agentscope_tuner.engine.attention import KVCache, RowLayout, SlotGroup, SlotLayout
+from agentscope_tuner.engine.attention import MOST_PADDING, KVCache, PrefixStack, RowLayout, SlotGroup, SlotLayout
 from agentscope_tuner.engine.decoder import Decoder, cache_shape, choose_decoder, kernels_for
 from agentscope_tuner.engine.models import LoadedModel
 from agentscope_tuner.engine.slots import Slot, Trunk
@@ -26,9 +28,13 @@ from agentscope_tuner.policy import SamplingParams
 
 _SCORE_ELEMENTS = 2**26
 """Attention scores computed at once during prefill."""
-_TRUNK_NUMBERS = 2**19
-"""Where rows are padded, those that share a trunk are attended by themselves, which takes some 100 us of calls a step
-and layer. So long it takes to read this many numbers of keys and values."""
+_TRUNK_NUMBERS = 2**15
+"""Where rows are padded, trunks take some 100 us of calls a step and layer. They pay from so many numbers of keys on
+that need not be read."""
+_STACKS = 2
+"""How many sets of trunks are kept side by side, besides each for itself: those that ran last."""
+_STACK_NUMBERS = 2**19
+"""Numbers of keys per layer up to which trunks are put side by side; with longer ones, products are large anyway."""
 _SLOTS_SHARE = 7 / 8
 """Of the cache; the rest is for what sequences share."""
 _BESIDE_DECODING = 512
@@ -42,6 +48,31 @@ class Span(NamedTuple):
     tokens: int
     wanted: int
     """Of how many of the last of them the hidden state is wanted."""
+
+
+def _attended_together(spans: Sequence[Span], most_tokens: int) -> list[list[Span]]:
+    """Groups of one adapter's rows, in the order of their slots.
+
+    Rows without a trunk are one group; all others are, where their trunks have no more than so many tokens and neither
+    trunks nor slots are padded much; otherwise those of each trunk.
+    """
+    by_trunk: dict[Trunk | None, list[Span]] = defaultdict(list)
+    for span in sorted(spans, key=lambda span: span.slot.index):
+        by_trunk[span.slot.trunk].append(span)
+    plain = by_trunk.pop(None, None)
+    groups = list(by_trunk.values())
+    if len(groups) > 1:
+        lengths = [len(trunk.ids) for trunk in by_trunk if trunk is not None]
+        rows = [len(group) for group in groups]
+        shared = sorted(itertools.chain.from_iterable(groups), key=lambda span: span.slot.index)
+        slots = shared[-1].slot.index - shared[0].slot.index + 1
+        if (
+            len(groups) * max(rows) <= MOST_PADDING * sum(rows)
+            and len(groups) * max(lengths) <= min(MOST_PADDING * sum(lengths), most_tokens)
+            and slots <= MOST_PADDING * sum(rows)
+        ):
+            groups = [shared]
+    return groups if plain is None else [plain, *groups]
 
 
 class ModelRunner:
@@ -72,6 +103,7 @@ class ModelRunner:
         self.cache = KVCache(shape, slots, loaded.max_model_len + 1, like, kernels)
         self._heads: int = loaded.model.config.get_text_config().num_attention_heads
         self._prefill_tokens = engine.prefill_tokens
+        self._stack = functools.lru_cache(maxsize=_STACKS)(PrefixStack)
         self.flat = kernels is not None
         """Every token is a row of its own, and nothing is padded: compiled attention reads the keys and values of a
         sequence once for all of its rows."""
@@ -157,23 +189,26 @@ class ModelRunner:
         """A row for each span, padded to the longest."""
         width = max(span.tokens for span in spans)
         self.cache.reserve(min(self.cache.limit, max(span.slot.cached for span in spans) + width))
-        # Padding may not reach beyond the cache; it is masked, so any place inside will do.
-        ids = [slot.ids[slot.cached : slot.cached + n] + [0] * (width - n) for slot, n, _ in spans]
         groups: list[SlotGroup] = []
-        positions: list[int] = []
         speakers: list[tuple[str, int]] = []
-        for _, run in itertools.groupby(spans, key=lambda span: (span.slot.adapter, id(span.slot.trunk))):
-            members = list(run)
-            first = members[0].slot
-            speakers.append((first.adapter, len(members)))
-            indices = [span.slot.index for span in members]
-            starts = [span.slot.cached for span in members]
-            counts = [span.tokens for span in members]
-            groups.append(
-                SlotGroup(first.trunk.cache.layers if first.trunk else None, indices, starts, counts, width, self.cache)
-            )
-            offset = len(first.trunk.ids) if first.trunk else 0
-            positions.extend(offset + start for start in starts)
+        together = [
+            rows
+            for _, run in itertools.groupby(spans, key=lambda span: span.slot.adapter)
+            for rows in _attended_together(list(run), _STACK_NUMBERS // self.cache.token_size)
+        ]
+        for rows in together:
+            slots, counts, _ = zip(*rows, strict=True)
+            indices, starts = [slot.index for slot in slots], [slot.cached for slot in slots]
+            numbers = {trunk: number for number, trunk in enumerate(dict.fromkeys(slot.trunk for slot in slots))}
+            prefixes = tuple(trunk.cache for trunk in numbers if trunk is not None)
+            stack = self._stack(prefixes) if prefixes else None
+            of_row = [numbers[slot.trunk] for slot in slots]
+            groups.append(SlotGroup(indices, starts, counts, width, self.cache, stack, of_row))
+            speakers.append((slots[0].adapter, len(rows)))
+        ordered = [span for rows in together for span in rows]
+        ids = [slot.ids[slot.cached : slot.cached + n] + [0] * (width - n) for slot, n, _ in ordered]
+        positions = [(len(slot.trunk.ids) if slot.trunk else 0) + slot.cached for slot, _, _ in ordered]
+        # Padding may not reach beyond the context; it is masked, so any place inside will do.
         limit = self._loaded.max_model_len - 1
         absolute = torch.tensor(positions, device=self._device)[:, None] + torch.arange(width, device=self._device)
         hidden = self.decoder.hidden(
@@ -182,8 +217,13 @@ class ModelRunner:
             SlotLayout(self.cache, groups),
             speakers,
         )
-        rows = [row for row, span in enumerate(spans) if span.wanted]
-        return hidden[rows, [spans[row].tokens - 1 for row in rows]]
+        row_of = {span.slot: row for row, span in enumerate(ordered)}
+        wanted = [span for span in spans if span.wanted]
+        return hidden[[row_of[span.slot] for span in wanted], [span.tokens - 1 for span in wanted]]
+
+    def forget_prefixes(self) -> None:
+        """None of those that were used is used again."""
+        self._stack.cache_clear()
 
     def draw(
         self, hidden: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]

@@ -196,6 +196,7 @@ class Sampler:
 
     def _forget(self) -> None:
         self._slots = Slots(self._runner.cache.slots, self._runner.trunk_tokens)
+        self._runner.forget_prefixes()
         self._drafts = Drafts()
 
     def _leave(self, episode_id: str) -> None:
