@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from agentscope_tuner.engine.native import TILE, NativeKernels, to_tiles
+from agentscope_tuner.engine.native import TILE, NativeKernels
 from agentscope_tuner.errors import ModelError
 
 ATTENTION_NAME = "agentscope_tuner"
@@ -105,30 +105,31 @@ class KVCache:
         kernels: NativeKernels | None = None,
     ) -> None:
         """An empty one for a model of `shape`: layers, key-value heads, numbers per head. Tensors are as `like` is."""
-        layers, *self._shape = shape
+        layers, self._kv_heads, self._head_dim = shape
         self.slots = slots
         self.kernels = kernels
         self.limit = limit
         """Most own tokens a slot may ever hold."""
         self.capacity = 0
-        self.token_size = shape[1] * shape[2]
+        self.token_size = self._kv_heads * self._head_dim
         """Numbers per token, in the keys as in the values of one layer."""
         self._like = like
-        self.keys = [self._no_keys(0) for _ in range(layers)]
-        self.values = [self._no_values(0) for _ in range(layers)]
+        self.keys = [self._empty(self._key_extents(0)) for _ in range(layers)]
+        self.values = [self._empty((0, self._head_dim)) for _ in range(layers)]
 
-    def _no_values(self, capacity: int) -> Tensor:
+    def _empty(self, extents: tuple[int, ...]) -> Tensor:
+        return self._like.new_empty(self.slots, self._kv_heads, *extents)
+
+    def _key_extents(self, tokens: int) -> tuple[int, ...]:
+        """Of so many keys of a head: tokens and numbers, or tiles of them."""
+        return (tokens, self._head_dim) if self.kernels is None else (-(-tokens // TILE), self._head_dim, TILE)
+
+    def _grown(self, tensor: Tensor, extents: tuple[int, ...]) -> Tensor:
+        grown = self._empty(extents)
+        grown[:, :, : tensor.shape[2]] = tensor
         # Padding reaches keys that were never written; they are masked, but must be finite.
-        kv_heads, head_dim = self._shape
-        return self._like.new_zeros(self.slots, kv_heads, capacity, head_dim)
-
-    def _no_keys(self, capacity: int) -> Tensor:
-        empty = self._no_values(capacity)
-        return empty if self.kernels is None else to_tiles(empty)
-
-    def _key_rows(self, tokens: int) -> int:
-        """The extent of so many tokens along the third dimension of the keys."""
-        return tokens if self.kernels is None else -(-tokens // TILE)
+        grown[:, :, tensor.shape[2] :] = 0
+        return grown
 
     def reserve(self, tokens: int) -> None:
         """Make room for `tokens` own tokens in every slot."""
@@ -136,14 +137,14 @@ class KVCache:
             return
         capacity = min(-(-self.limit // TILE) * TILE, max(tokens + 63 & ~63, self.capacity * 3 // 2 & ~(TILE - 1)))
         for layer, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
-            self.keys[layer], self.values[layer] = self._no_keys(capacity), self._no_values(capacity)
-            self.keys[layer][:, :, : keys.shape[2]] = keys
-            self.values[layer][:, :, : self.capacity] = values
+            self.keys[layer] = self._grown(keys, self._key_extents(capacity))
+            self.values[layer] = self._grown(values, (capacity, self._head_dim))
         self.capacity = capacity
 
     def copy(self, source: int, target: int, tokens: int) -> None:
         """Copy the first own tokens of one slot to another."""
-        pieces = [(keys, self._key_rows(tokens)) for keys in self.keys] + [(values, tokens) for values in self.values]
+        rows = self._key_extents(tokens)[0]
+        pieces = [(keys, rows) for keys in self.keys] + [(values, tokens) for values in self.values]
         if self.kernels is not None:
             self.kernels.copy_slot(pieces, source, target)
             return
@@ -152,7 +153,7 @@ class KVCache:
 
     def take(self, slot: int, tokens: int) -> Prefix:
         """A copy of a slot's first own tokens."""
-        rows = self._key_rows(tokens)
+        rows = self._key_extents(tokens)[0]
         layers = [
             (keys[slot, :, :rows].clone(), values[slot, :, :tokens].clone())
             for keys, values in zip(self.keys, self.values, strict=True)
