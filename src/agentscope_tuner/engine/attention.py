@@ -312,6 +312,7 @@ class SlotGroup:
         self.of_row = of_row
         self.rows = len(slots)
         self.spans = list(zip(slots, starts, counts, strict=True))
+        """Each row's slot, how many own tokens it has, and how many come new."""
         self.slots = torch.tensor(slots, device=device)
         # (B, N); padding at the end of the context would run out of the slot. What it overwrites there is not read:
         # a row that is padded has fewer tokens than that.

@@ -32,7 +32,7 @@ _TRUNK_NUMBERS = 2**15
 """Where rows are padded, trunks take some 100 us of calls a step and layer. They pay from so many numbers of keys on
 that need not be read."""
 _STACKS = 2
-"""How many sets of trunks are kept side by side, besides each for itself: those that ran last."""
+"""How many sets of trunks are kept side by side: those that ran last."""
 _STACK_NUMBERS = 2**19
 """Numbers of keys per layer up to which trunks are put side by side; with longer ones, products are large anyway."""
 _SLOTS_SHARE = 7 / 8
@@ -56,15 +56,16 @@ def _attended_together(spans: Sequence[Span], most_tokens: int) -> list[list[Spa
     Rows without a trunk are one group; all others are, where their trunks have no more than so many tokens and neither
     trunks nor slots are padded much; otherwise those of each trunk.
     """
+    ordered = sorted(spans, key=lambda span: span.slot.index)
     by_trunk: dict[Trunk | None, list[Span]] = defaultdict(list)
-    for span in sorted(spans, key=lambda span: span.slot.index):
+    for span in ordered:
         by_trunk[span.slot.trunk].append(span)
     plain = by_trunk.pop(None, None)
     groups = list(by_trunk.values())
     if len(groups) > 1:
         lengths = [len(trunk.ids) for trunk in by_trunk if trunk is not None]
         rows = [len(group) for group in groups]
-        shared = sorted(itertools.chain.from_iterable(groups), key=lambda span: span.slot.index)
+        shared = [span for span in ordered if span.slot.trunk is not None]
         slots = shared[-1].slot.index - shared[0].slot.index + 1
         if (
             len(groups) * max(rows) <= MOST_PADDING * sum(rows)
