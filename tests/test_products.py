@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from agentscope_tuner.engine import products
-from agentscope_tuner.engine.native import native_kernels, weight_tiles
+from agentscope_tuner.engine import native, products
+from agentscope_tuner.engine.native import NativeKernels, native_kernels, to_tiles, weight_tiles
 from agentscope_tuner.engine.products import WideLinears, WideProducts, onednn_products
 
 
@@ -54,11 +54,18 @@ def test_products_inside_are_float32() -> None:
     assert torch.allclose(grad, b.sum(0).expand_as(a), rtol=1e-5, atol=1e-5)
 
 
+@pytest.fixture(params=[False, True], ids=["widened", "in pairs"])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> NativeKernels:
+    """Compiled ones that multiply bfloat16 in one of two ways; the processor may have only the first."""
+    compiled = native_kernels()
+    assert compiled is not None
+    monkeypatch.setattr(compiled, "in_pairs", request.param)
+    return compiled
+
+
 @pytest.mark.parametrize("rows", [1, 8, 9, 129, 300])
-@pytest.mark.parametrize(("inputs", "outputs"), [(64, 32), (20, 33), (300, 7)])
-def test_weights_are_widened_as_they_are_read(rows: int, inputs: int, outputs: int) -> None:
-    kernels = native_kernels()
-    assert kernels is not None
+@pytest.mark.parametrize(("inputs", "outputs"), [(64, 32), (20, 33), (300, 7), (33, 64)])
+def test_products_of_bfloat16_are_rounded_once(kernels: NativeKernels, rows: int, inputs: int, outputs: int) -> None:
     torch.manual_seed(0)
     x, weight, bias = torch.randn(2, rows, inputs), torch.randn(outputs, inputs), torch.randn(outputs)
     x, weight, bias = (tensor.bfloat16() for tensor in (x, weight, bias))
@@ -69,6 +76,58 @@ def test_weights_are_widened_as_they_are_read(rows: int, inputs: int, outputs: i
         assert found.dtype == torch.bfloat16
         assert ((found.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-5).all(), "rounded once"
     assert weight_tiles(weight).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("d", [20, 32, 64, 80])
+def test_attention_in_bfloat16(kernels: NativeKernels, d: int) -> None:
+    torch.manual_seed(0)
+    tokens, kv_heads, group = 600, 2, 3
+    q = (torch.randn(4, kv_heads * group, d) * d**-0.5).bfloat16().float()
+    keys, values = torch.randn(2, 1, kv_heads, 608, d).bfloat16()
+    lengths = torch.tensor([1, 31, 64, tokens])
+    found = kernels.attend(
+        q, to_tiles(keys), values, torch.zeros(4, dtype=torch.int64), lengths, torch.empty(0, 3, dtype=torch.int64),
+        torch.full((4,), -1),
+    )  # fmt: skip
+    for row, n in enumerate(lengths.tolist()):
+        k, v = (tensor[0, :, :n].double() for tensor in (keys, values))
+        weights = torch.softmax(q[row].double().view(kv_heads, group, d) @ k.transpose(1, 2), -1)
+        # Weights may be rounded, and so is the result.
+        error = 2**-8 * (weights @ v.abs() + (weights @ v).abs())
+        assert ((found[row].double().view(kv_heads, group, d) - weights @ v).abs() <= error).all()
+
+
+def test_pairs_are_used_where_they_are_right_and_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = native_kernels()
+    assert compiled is not None
+    monkeypatch.setattr(compiled, "in_pairs", compiled.in_pairs)  # and as it was again, in the end
+    linear = NativeKernels.linear
+
+    class Processor(NativeKernels):
+        has_pairs = True
+        slow = right = True
+
+        @property
+        def in_pairs(self) -> bool:
+            return self.asked and self.has_pairs
+
+        @in_pairs.setter
+        def in_pairs(self, wanted: bool) -> None:
+            self.asked = wanted
+
+        def linear(self, x: torch.Tensor, *args: object) -> torch.Tensor:
+            time.sleep(0.02 * (self.in_pairs == self.slow))
+            return linear(self, x if self.right else 2 * x, *args)
+
+    processor = object.__new__(Processor)
+    processor.__dict__.update(compiled.__dict__)
+    assert not native._gains_by_pairs(processor)
+    processor.slow = False
+    assert native._gains_by_pairs(processor)
+    processor.right = False
+    assert not native._gains_by_pairs(processor)
+    processor.right, processor.has_pairs = True, False
+    assert not native._gains_by_pairs(processor)
 
 
 @pytest.mark.parametrize("at_once", [2**22, 100])

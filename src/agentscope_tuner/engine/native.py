@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -52,15 +53,30 @@ class NativeKernels:
         self._draw = of_each_type("draw", 5, size, size)
         self._copy_slot = take("copy_slot", 1, *[size] * 4)
         self._multiply = take("multiply_bf16", 4, *[size] * 3)
+        self._compute_in_pairs = library.compute_in_pairs
+        self._compute_in_pairs.restype, self._compute_in_pairs.argtypes = size, [size]
+        self.in_pairs = False
         self._tree_attend = take("tree_attend", 7, *[size] * 4)
         self._tree_attend_backward = take("tree_attend_backward", 11, *[size] * 6)
-        self._rms_norm = take("rms_norm", 4, size, size, number)
-        self._rms_norm_backward = take("rms_norm_backward", 6, size, size)
+        self._rms_norm = of_each_type("rms_norm", 4, size, size, number)
+        self._rms_norm_backward = of_each_type("rms_norm_backward", 6, size, size)
         self._rotate = take("rotate", 5, size, size, size, number)
-        self._swiglu = take("swiglu", 3, size)
-        self._swiglu_backward = take("swiglu_backward", 5, size)
+        self._swiglu = of_each_type("swiglu", 3, size)
+        self._swiglu_backward = of_each_type("swiglu_backward", 5, size)
         self._choose = take("choose", 6, size, size)
         self._choose_backward = take("choose_backward", 7, size, size)
+
+    @property
+    def in_pairs(self) -> bool:
+        """Whether products of bfloat16 are computed two numbers at a time, by an instruction for them.
+
+        It stays false where the processor has none.
+        """
+        return self._in_pairs
+
+    @in_pairs.setter
+    def in_pairs(self, wanted: bool) -> None:
+        self._in_pairs = bool(self._compute_in_pairs(wanted))
 
     # ------------------------------------------------------------------------------- the sampler, float32 or bfloat16
 
@@ -232,7 +248,7 @@ class NativeKernels:
         )
         self._copy_slot(places.data_ptr(), len(tensors), tensors[0][0].shape[1], source, target)
 
-    # ------------------------------------------------------------------------------------------ the learner, float32
+    # ------------------------------------------------------------ the learner, float32 but for what linear layers see
 
     def tree_attend(self, q: Tensor, k: Tensor, v: Tensor, stretches: Tensor, spans: Tensor) -> tuple[Tensor, Tensor]:
         """Attention of stretches of tokens that see some spans of a packed row, and themselves causally.
@@ -269,18 +285,24 @@ class NativeKernels:
         )
         return grad_q, grad_k.sum(0), grad_v.sum(0)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """`x * scale * weight` for x (..., d) and weight (d,), and scale (...), the inverse root of the mean square."""
+    def rms_norm(
+        self, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype = torch.float32
+    ) -> tuple[Tensor, Tensor]:
+        """`x * scale * weight` for x (..., d) and weight (d,), and scale (...), the inverse root of the mean square.
+
+        The first of them may be in bfloat16.
+        """
         x, d = x.contiguous(), x.shape[-1]
-        y, scale = torch.empty_like(x), x.new_empty(x.shape[:-1])
-        self._rms_norm(*_addresses(x, weight, y, scale), x.numel() // d, d, eps)
+        y, scale = torch.empty_like(x, dtype=dtype), x.new_empty(x.shape[:-1])
+        self._rms_norm[dtype](*_addresses(x, weight, y, scale), x.numel() // d, d, eps)
         return y, scale
 
     def rms_norm_backward(self, grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-        """Gradients of x and weight."""
+        """Gradients of x and weight, in float32."""
         grad, x, d = grad.contiguous(), x.contiguous(), x.shape[-1]
         grad_x, grad_weight = torch.empty_like(x), torch.empty_like(weight)
-        self._rms_norm_backward(*_addresses(grad, x, weight, scale, grad_x, grad_weight), x.numel() // d, d)
+        addresses = _addresses(grad, x, weight, scale, grad_x, grad_weight)
+        self._rms_norm_backward[grad.dtype](*addresses, x.numel() // d, d)
         return grad_x, grad_weight
 
     def rotate(self, x: Tensor, cosines: Tensor, sines: Tensor, positions: Tensor, *, back: bool = False) -> Tensor:
@@ -291,17 +313,17 @@ class NativeKernels:
         return y
 
     def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
-        """`silu(gate) * up`."""
+        """`silu(gate) * up`, in float32 or bfloat16."""
         gate, up = gate.contiguous(), up.contiguous()
         y = torch.empty_like(gate)
-        self._swiglu(*_addresses(gate, up, y), y.numel())
+        self._swiglu[y.dtype](*_addresses(gate, up, y), y.numel())
         return y
 
     def swiglu_backward(self, grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients of gate and up."""
         grad, gate, up = grad.contiguous(), gate.contiguous(), up.contiguous()
         grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
-        self._swiglu_backward(*_addresses(grad, gate, up, grad_gate, grad_up), grad.numel())
+        self._swiglu_backward[grad.dtype](*_addresses(grad, gate, up, grad_gate, grad_up), grad.numel())
         return grad_gate, grad_up
 
     def choose(self, logits: Tensor, tokens: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -348,7 +370,10 @@ def native_kernels() -> NativeKernels | None:
         kernels = NativeKernels(ctypes.CDLL(str(_build())))
     except (OSError, subprocess.SubprocessError, AttributeError, RuntimeError):
         return None
-    return kernels if _agrees(kernels) else None
+    if not _agrees(kernels):
+        return None
+    kernels.in_pairs = _gains_by_pairs(kernels)
+    return kernels
 
 
 def _build() -> Path:
@@ -436,6 +461,22 @@ def _agrees_on_linear_layers(kernels: NativeKernels, draw: Callable[..., Tensor]
     x, weight, bias = (draw(*shape).bfloat16() for shape in ((130, 40), (33, 40), (33,)))
     expected = F.linear(x.float(), weight.float(), bias.float())
     return torch.allclose(kernels.linear(x, weight_tiles(weight), bias, 33).float(), expected, rtol=1e-2, atol=1e-4)
+
+
+def _gains_by_pairs(kernels: NativeKernels) -> bool:
+    """Whether products of bfloat16 are right when computed in pairs, and faster than in float32."""
+    kernels.in_pairs = True
+    if not (kernels.in_pairs and _agrees(kernels)):
+        return False
+    rows, inputs, outputs = 64, 512, 1024
+    x, tiles = torch.ones(rows, inputs).bfloat16(), weight_tiles(torch.ones(outputs, inputs).bfloat16())
+    taken: dict[bool, list[float]] = {False: [], True: []}
+    for _ in range(8):  # the first ones prepare
+        for kernels.in_pairs, times in taken.items():
+            begun = time.perf_counter()
+            kernels.linear(x, tiles, None, outputs)
+            times.append(time.perf_counter() - begun)
+    return min(taken[True]) < min(taken[False])
 
 
 @torch.enable_grad()

@@ -37,16 +37,16 @@ def head_rows(vocabulary: int) -> int:
 
 class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, kernels: NativeKernels) -> Tensor:
-        y, scale = kernels.rms_norm(x, weight, eps)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, kernels: NativeKernels) -> Tensor:
+        y, scale = kernels.rms_norm(x, weight, eps, dtype)
         ctx.save_for_backward(x, weight, scale)
         ctx.kernels = kernels
         return y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        return *ctx.kernels.rms_norm_backward(grads[0], *ctx.saved_tensors), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        return *ctx.kernels.rms_norm_backward(grads[0], *ctx.saved_tensors), None, None, None
 
 
 class _Rotate(torch.autograd.Function):
@@ -108,12 +108,14 @@ def choose(logits: Tensor, tokens: Tensor, temperatures: Tensor, kernels: Native
 class TrainableDecoder:
     """A hand-written forward pass with gradients, for the families that the fused decoder knows.
 
-    All between the linear layers is in float32, whatever the weights are.
+    All between the linear layers is in float32, whatever the weights are; what these read and return is in float32 too
+    where they compute in it, and otherwise in the type of the weights.
     """
 
-    def __init__(self, loaded: LoadedModel, kernels: NativeKernels) -> None:
+    def __init__(self, loaded: LoadedModel, kernels: NativeKernels, *, wide: bool) -> None:
         self._loaded = loaded
         self._kernels = kernels
+        self._outer = torch.float32 if wide else loaded.model.dtype
         self._eps = loaded.model.config.rms_norm_eps
         self._cosines, self._sines = (table.float() for table in rotary_table(loaded))
 
@@ -126,23 +128,23 @@ class TrainableDecoder:
             normed = self._norm(x, block.input_layernorm)
             q = self._heads(attention.q_proj(normed), attention, "q_norm", positions[0])
             k = self._heads(attention.k_proj(normed), attention, "k_norm", positions[0])
-            v = attention.v_proj(normed).unflatten(-1, (-1, attention.head_dim))
+            v = attention.v_proj(normed).float().unflatten(-1, (-1, attention.head_dim))
             q, k, v = (heads.transpose(0, 1)[None] for heads in (q, k, v))
             attended = layout.attend(index, q, k, v, attention.scaling)
-            x = x + attention.o_proj(attended[0].flatten(1))
+            x = x + attention.o_proj(attended[0].flatten(1).to(self._outer))
             normed = self._norm(x, block.post_attention_layernorm)
             gated: Tensor = _Gate.apply(mlp.gate_proj(normed), mlp.up_proj(normed), self._kernels)  # type: ignore[no-untyped-call]
             x = x + mlp.down_proj(gated)
         return self._norm(x, base.norm)[None]
 
-    def _norm(self, x: Tensor, norm: Any) -> Tensor:
-        normed: Tensor = _Norm.apply(x, norm.weight.float(), self._eps, self._kernels)  # type: ignore[no-untyped-call]
+    def _norm(self, x: Tensor, norm: Any, dtype: torch.dtype | None = None) -> Tensor:
+        normed: Tensor = _Norm.apply(x, norm.weight.float(), self._eps, dtype or self._outer, self._kernels)  # type: ignore[no-untyped-call]
         return normed
 
     def _heads(self, x: Tensor, attention: Any, norm: str, positions: Tensor) -> Tensor:
-        heads = x.unflatten(-1, (-1, attention.head_dim))  # (N, H, d)
+        heads = x.float().unflatten(-1, (-1, attention.head_dim))  # (N, H, d)
         if hasattr(attention, norm):
-            heads = self._norm(heads, getattr(attention, norm))
+            heads = self._norm(heads, getattr(attention, norm), torch.float32)
         rotated: Tensor = _Rotate.apply(heads, self._cosines, self._sines, positions, self._kernels)  # type: ignore[no-untyped-call]
         return rotated
 
@@ -186,7 +188,7 @@ def choose_forward(loaded: LoadedModel, kernels: NativeKernels | None, *, wide: 
         kernels: compiled ones, where they may be used.
         wide: linear layers may get float32 where their weights are bfloat16, see `WideLinears`.
     """
-    if kernels is None or not has_fused_form(loaded) or (loaded.model.dtype != torch.float32 and not wide):
+    if kernels is None or not has_fused_form(loaded):
         return loaded.hidden_states
     length = min(12, loaded.max_model_len)
     # Not from token 0: it often pads, and the norm of its embedding, which is zero then, has no useful gradient.
@@ -203,7 +205,7 @@ def choose_forward(loaded: LoadedModel, kernels: NativeKernels | None, *, wide: 
 
     expected = outcome(loaded.hidden_states)
     try:
-        candidate = TrainableDecoder(loaded, kernels)
+        candidate = TrainableDecoder(loaded, kernels, wide=wide)
         with _linears(wide=wide):
             found = outcome(candidate.hidden_states)
     except (AttributeError, RuntimeError):  # a layer is missing or has another form
@@ -211,7 +213,8 @@ def choose_forward(loaded: LoadedModel, kernels: NativeKernels | None, *, wide: 
     if any(a.shape != b.shape for a, b in zip(found, expected, strict=True)):
         return loaded.hidden_states
     norms = torch.tensor([[(a - b).norm(), b.norm()] for a, b in zip(found, expected, strict=True)])
-    if wide:  # what the modules round away is most of some small gradients, so all gradients count together
+    if loaded.model.dtype == torch.bfloat16:
+        # What the modules round away is most of some small gradients, so all gradients count together.
         norms = torch.stack([norms[0], norms[1:].norm(dim=0)])
     near = norms.isfinite().all() and (norms[:, 0] <= _TOLERANCES[loaded.model.dtype] * norms[:, 1]).all()
     return candidate.hidden_states if near else loaded.hidden_states

@@ -160,8 +160,8 @@ extern "C" void tree_attend_backward(const float* grad, const float* q, const fl
 }
 
 // y = x * scale * weight for rows (rows, d), with scale = 1 / sqrt(mean(x^2) + eps), which is kept for the gradient.
-extern "C" void rms_norm(const float* x, const float* weight, float* y, float* scale, int64_t rows, int64_t d,
-                         float eps) {
+template <class T>
+void rms_norm(const float* x, const float* weight, T* y, float* scale, int64_t rows, int64_t d, float eps) {
 #pragma omp parallel for schedule(static)
     for (int64_t row = 0; row < rows; row++) {
         const float* in = x + row * d;
@@ -170,28 +170,30 @@ extern "C" void rms_norm(const float* x, const float* weight, float* y, float* s
         for (int64_t j = 0; j < d; j++) squares += in[j] * in[j];
         const float by = scale[row] = 1 / std::sqrt(squares / d + eps);
 #pragma omp simd
-        for (int64_t j = 0; j < d; j++) y[row * d + j] = in[j] * by * weight[j];
+        for (int64_t j = 0; j < d; j++) put(y + row * d + j, in[j] * by * weight[j]);
     }
 }
 
 // Gradients of `rms_norm`. `grad_weight` (d) is summed over pieces of rows, whose order is always the same.
-extern "C" void rms_norm_backward(const float* grad, const float* x, const float* weight, const float* scale,
-                                  float* grad_x, float* grad_weight, int64_t rows, int64_t d) {
+template <class T>
+void rms_norm_backward(const T* grad, const float* x, const float* weight, const float* scale, float* grad_x,
+                       float* grad_weight, int64_t rows, int64_t d) {
     constexpr int64_t PIECES = 32;
     std::vector<float> sums(PIECES * d, 0.0f);
 #pragma omp parallel for schedule(static)
     for (int64_t piece = 0; piece < PIECES; piece++) {
         float* __restrict sum = sums.data() + piece * d;
         for (int64_t row = piece * rows / PIECES; row < (piece + 1) * rows / PIECES; row++) {
-            const float *in = x + row * d, *g = grad + row * d;
+            const float* const in = x + row * d;
+            const T* const g = grad + row * d;
             float product = 0;
 #pragma omp simd reduction(+ : product)
-            for (int64_t j = 0; j < d; j++) product += g[j] * weight[j] * in[j];
+            for (int64_t j = 0; j < d; j++) product += number(g[j]) * weight[j] * in[j];
             const float by = scale[row], pull = product * by * by * by / d;
 #pragma omp simd
             for (int64_t j = 0; j < d; j++) {
-                grad_x[row * d + j] = g[j] * weight[j] * by - in[j] * pull;
-                sum[j] += g[j] * in[j] * by;
+                grad_x[row * d + j] = number(g[j]) * weight[j] * by - in[j] * pull;
+                sum[j] += number(g[j]) * in[j] * by;
             }
         }
     }
@@ -215,18 +217,20 @@ extern "C" void rotate(const float* x, const float* cosines, const float* sines,
 }
 
 // y = silu(gate) * up, number by number.
-extern "C" void swiglu(const float* gate, const float* up, float* y, int64_t n) {
+template <class T>
+void swiglu(const T* gate, const T* up, T* y, int64_t n) {
 #pragma omp parallel for simd schedule(static)
-    for (int64_t i = 0; i < n; i++) y[i] = silu(gate[i]) * up[i];
+    for (int64_t i = 0; i < n; i++) put(y + i, silu(number(gate[i])) * number(up[i]));
 }
 
-extern "C" void swiglu_backward(const float* grad, const float* gate, const float* up, float* grad_gate, float* grad_up,
-                                int64_t n) {
+template <class T>
+void swiglu_backward(const T* grad, const T* gate, const T* up, T* grad_gate, T* grad_up, int64_t n) {
 #pragma omp parallel for simd schedule(static)
     for (int64_t i = 0; i < n; i++) {
-        const float x = bounded(gate[i]), e = std::exp(-x), sigmoid = 1 / (1 + e);
-        grad_up[i] = grad[i] * x * sigmoid;
-        grad_gate[i] = grad[i] * up[i] * sigmoid * (1 + x * e * sigmoid);  // e * sigmoid = 1 - sigmoid, but not rounded
+        const float x = bounded(number(gate[i])), e = std::exp(-x), sigmoid = 1 / (1 + e), g = number(grad[i]);
+        put(grad_up + i, g * x * sigmoid);
+        // e * sigmoid = 1 - sigmoid, but not rounded
+        put(grad_gate + i, g * number(up[i]) * sigmoid * (1 + x * e * sigmoid));
     }
 }
 
@@ -281,3 +285,21 @@ extern "C" void choose_backward(const float* grad_logprobs, const float* grad_en
         x[tokens[row]] += chosen * by;
     }
 }
+
+// What linear layers read and return may be in either type; all between them is in float32.
+#define LEARNER(T, NAME)                                                                                               \
+    extern "C" void rms_norm_##NAME(const float* x, const float* weight, T* y, float* scale, int64_t rows, int64_t d,  \
+                                    float eps) {                                                                       \
+        rms_norm(x, weight, y, scale, rows, d, eps);                                                                   \
+    }                                                                                                                  \
+    extern "C" void rms_norm_backward_##NAME(const T* grad, const float* x, const float* weight, const float* scale,   \
+                                             float* grad_x, float* grad_weight, int64_t rows, int64_t d) {             \
+        rms_norm_backward(grad, x, weight, scale, grad_x, grad_weight, rows, d);                                       \
+    }                                                                                                                  \
+    extern "C" void swiglu_##NAME(const T* gate, const T* up, T* y, int64_t n) { swiglu(gate, up, y, n); }             \
+    extern "C" void swiglu_backward_##NAME(const T* grad, const T* gate, const T* up, T* grad_gate, T* grad_up,        \
+                                           int64_t n) {                                                                \
+        swiglu_backward(grad, gate, up, grad_gate, grad_up, n);                                                        \
+    }
+LEARNER(float, float)
+LEARNER(Bf16, bf16)

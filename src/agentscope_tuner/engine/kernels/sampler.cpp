@@ -7,6 +7,7 @@
 // The functions come for two types of numbers: `_float`, and `_bf16`, the upper half of a float. All compute in floats.
 
 #include "common.h"
+#include "pairs.h"
 
 namespace {
 
@@ -15,6 +16,8 @@ constexpr int64_t ROWS = 128;  // of a product's input, that a thread goes throu
 // out (m, n), rows of `stride` numbers, becomes a (m, d) times keys in tiles (any, d, TILE).
 template <class T>
 void multiply_tiles(const float* a, const T* tiles, float* out, int64_t m, int64_t n, int64_t d, int64_t stride) {
+    if constexpr (HAS_PAIRS && std::is_same_v<T, Bf16>)
+        if (in_pairs) return multiply_pairs(a, tiles, out, m, n, d, stride);
     thread_local std::vector<float> room;
     for (int64_t first = 0; first < n; first += TILE) {
         const T* const tile = tiles + first * d;
@@ -24,6 +27,14 @@ void multiply_tiles(const float* a, const T* tiles, float* out, int64_t m, int64
         else
             score_tile<TOGETHER>(a, tile, out + first, m, width, d, stride);
     }
+}
+
+// Adds weights (m, n), rows of `stride` numbers, times values (n, d) to out (m, d).
+template <class T>
+void add_values(const float* weights, int64_t stride, const T* values, float* out, int64_t m, int64_t n, int64_t d) {
+    if constexpr (HAS_PAIRS && std::is_same_v<T, Bf16>)
+        if (in_pairs) return add_pairs(weights, stride, values, out, m, n, d);
+    add_product(weights, 1, stride, Rows<T>{values, d}, out, d, m, n, d);
 }
 
 // Keys in tiles (slots, kv_heads, capacity / TILE, d, TILE), values (slots, kv_heads, capacity, d).
@@ -94,10 +105,9 @@ struct Attention {
         });
         for (int64_t i = 0; i < many; i++)
             softmax(&scores[i * width], trunk.length + lengths[first + i / group], width);
-        add_product(scores.data(), 1, width, Rows<T>{trunk_values, d}, sums.data(), d, many, trunk.length, d);
+        add_values(scores.data(), width, trunk_values, sums.data(), many, trunk.length, d);
         each_slot([&](int64_t from, int64_t m, int64_t at, int64_t own) {
-            add_product(&scores[from * width] + trunk.length, 1, width, Rows<T>{cache.values + at, d}, &sums[from * d],
-                        d, m, own, d);
+            add_values(&scores[from * width] + trunk.length, width, cache.values + at, &sums[from * d], m, own, d);
         });
         for (int64_t i = 0; i < count; i++) {
             Out* to = out + (first + i) * row_size + head * group * d;
@@ -393,6 +403,12 @@ SAMPLER(Bf16, bf16)
 extern "C" void multiply_bf16(const Bf16* x, const Bf16* tiles, const Bf16* bias, Bf16* out, int64_t rows,
                               int64_t inputs, int64_t outputs) {
     multiply(Linear<Bf16>{tiles, bias, inputs, outputs}, x, out, rows);
+}
+
+// Whether products of bfloat16 are computed in pairs, which not every processor can; returns whether they are.
+extern "C" int64_t compute_in_pairs(int64_t wanted) {
+    in_pairs = HAS_PAIRS && wanted;
+    return in_pairs;
 }
 
 // Copies bytes from the places of one slot to those of another. Each of `tensors` is (start, bytes of a head of a slot,
