@@ -380,7 +380,7 @@ def write_results(name: str, measured: Iterable[dict[str, Any]], key: Sequence[s
             rows = before["rows"]
     for row in measured:
         print(row, flush=True)
-        same = [i for i, other in enumerate(rows) if key and all(other[one] == row[one] for one in key)]
+        same = [i for i, other in enumerate(rows) if key and all(other.get(one) == row[one] for one in key)]
         if same:
             rows[same[0]] = row
         else:

@@ -4,10 +4,10 @@ The work is one step on 16 prompts of 64 to 128 tokens with 8 completions of 48 
 the whole batch, and AdamW's update. Both sides have the same prompts, token for token, and every completion has its
 full length. In bfloat16 ours has its weights in it, with a copy in float32 for the optimizer, and computes products in
 float32 where the processor is faster at that; TRL's has float32 weights that are rounded for products (autocast). Its
-passes have 8 completions each, TRL's own default: all 128 at once take it longer, and five times the memory. Rewards
-cost nothing. Each side has a process of its own, which waits between two steps; its peak memory is given less what it
-had with the libraries imported and nothing loaded. Before anything is timed, our gradient is compared with that of
-transformers' forward pass over every completion by itself.
+passes have 8 completions each, TRL's own default; with `--trl-pass 128` all are together, which takes it longer and far
+more memory. Rewards cost nothing. Each side has a process of its own, which waits between two steps; its peak memory is
+given less what it had with the libraries imported and nothing loaded. Before anything is timed, our gradient is
+compared with that of transformers' forward pass over every completion by itself.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from agentscope_tuner.engine.sampler import Sampler
 
 CONTEXT = 256
 TRL_PASS = 8
-"""Completions of a forward and backward pass of TRL's."""
+"""Completions of a forward and backward pass of TRL's: its own default."""
 
 
 class Ours:
@@ -87,12 +87,12 @@ def run_ours(size: str, dtype: str, answer: Answer) -> None:
         answer("done")
 
 
-def run_trl(size: str, dtype: str, steps: int, answer: Answer) -> None:
-    """The same by TRL, `steps` of them at most."""
+def run_trl(size: str, dtype: str, steps: int, together: int, answer: Answer) -> None:
+    """The same by TRL, `steps` of them at most, with so many completions together in a pass."""
     directory = str(random_model(size))
     settings = GRPOConfig(
-        output_dir=tempfile.mkdtemp(), per_device_train_batch_size=TRL_PASS, num_generations=GROUP,
-        gradient_accumulation_steps=TASKS * GROUP // TRL_PASS, steps_per_generation=TASKS * GROUP // TRL_PASS,
+        output_dir=tempfile.mkdtemp(), per_device_train_batch_size=together, num_generations=GROUP,
+        gradient_accumulation_steps=TASKS * GROUP // together, steps_per_generation=TASKS * GROUP // together,
         max_completion_length=NEW_TOKENS, temperature=1.0, max_steps=steps, use_cpu=True, report_to="none",
         save_strategy="no", learning_rate=1e-6, bf16=dtype == "bfloat16", gradient_checkpointing=False, beta=0.0,
         generation_kwargs={"min_new_tokens": NEW_TOKENS}, disable_tqdm=True, dataloader_pin_memory=False,
@@ -136,13 +136,13 @@ def gradient_error(size: str) -> float:
     return relative_error(found, {name: p.grad for name, p in reference.named_parameters()})
 
 
-def start(side: str, size: str, dtype: str, steps: int) -> Beside:
+def start(side: str, size: str, dtype: str, steps: int, together: int) -> Beside:
     """A process with one side."""
-    options = ("--only", side, "--size", size, "--dtype", dtype, "--steps", f"{steps}")
+    options = ("--only", side, "--size", size, "--dtype", dtype, "--steps", f"{steps}", "--trl-pass", f"{together}")
     return Beside(sys.executable, __file__, *options)
 
 
-def measure(size: str, dtype: str, rounds: int) -> dict[str, Any]:
+def measure(size: str, dtype: str, rounds: int, trl_pass: int = TRL_PASS) -> dict[str, Any]:
     """A row of the table. The gradient is compared in float32."""
     error = gradient_error(size)
     if error > 1e-5:
@@ -151,12 +151,13 @@ def measure(size: str, dtype: str, rounds: int) -> dict[str, Any]:
     steps = 2 * rounds + 1
     single = "TRL" if dtype == "float32" else "TRL float32"
     kinds = {"ours": ("ours", dtype), "TRL": ("TRL", dtype), single: ("TRL", "float32")}
-    sides = {name: start(side, size, precision, steps) for name, (side, precision) in kinds.items()}
+    sides = {name: start(side, size, precision, steps, trl_pass) for name, (side, precision) in kinds.items()}
     times = compare(sides, rounds)
     memory = {name: float(side.close()) for name, side in sides.items()}
     return {
         "model": size,
         "dtype": dtype,
+        "TRL's pass": trl_pass,
         "ours, s": times.seconds("ours"),
         "TRL, s": times.seconds("TRL"),
         "TRL / ours": times.ratio("TRL", "ours"),
@@ -175,20 +176,22 @@ def main(
     only: Annotated[
         str | None, typer.Option(help="Be this side: take a step for every line, then tell the memory.")
     ] = None,
+    trl_pass: Annotated[int, typer.Option(help="Completions of a pass of TRL's.")] = TRL_PASS,
     steps: Annotated[int, typer.Option(help="With `--only`: how many steps there will be at most.")] = 1,
 ) -> None:
     """Measure, print and keep."""
     sizes, dtypes = size or ["S", "M"], dtype or ["float32", "bfloat16"]
     if only is None:
         work = product(sizes, dtypes)
-        write_results("grpo_step", (measure(one, precision, rounds) for one, precision in work), ["model", "dtype"])
+        rows = (measure(one, precision, rounds, trl_pass) for one, precision in work)
+        write_results("grpo_step", rows, ["model", "dtype", "TRL's pass"])
         return
     answer = begin_answering()
     before = peak_memory()
     if only == "ours":
         run_ours(sizes[0], dtypes[0], answer)
     else:
-        run_trl(sizes[0], dtypes[0], steps, answer)
+        run_trl(sizes[0], dtypes[0], steps, trl_pass, answer)
     answer(f"{peak_memory() - before}")
 
 

@@ -62,7 +62,7 @@ def draw(name: str, rows: Sequence[Row]) -> None:
         case "rollout":
             bars(figure.subplots(), rows, ["model", "dtype"], ["ours / generate", "eager / generate"])
         case "grpo_step":
-            bars(figure.subplots(), rows, ["model", "dtype"], ["TRL / ours"])
+            bars(figure.subplots(), rows, ["model", "dtype", "TRL's pass"], ["TRL / ours"])
         case "multi_turn":
             values = ["per call / tree, tokens", "per call / tree, time", "merged / tree, time"]
             bars(figure.subplots(), rows, ["model", "history", "turns"], values)
