@@ -53,6 +53,7 @@ TASKS, GROUP, NEW_TOKENS = 16, 8, 48
 """A batch: so many prompts, completions of each, and tokens of each completion."""
 _WORDS = "the agent says that one apple and two trees are not three players who vote for number seven at night".split()
 _FOREIGN = 0.15
+_BRIEF_S = 1.0
 
 
 @cache
@@ -215,18 +216,28 @@ class Times:
 def compare(
     sides: Mapping[str, Callable[[], object]], rounds: int = 5, warm_up: Collection[str] | None = None
 ) -> Times:
-    """Run all sides in turn, once to warm up (some of them, or all) and then until enough rounds were undisturbed."""
+    """Run all sides in turn, once to warm up (some of them, or all) and then until enough rounds were undisturbed.
+
+    A side that takes less than a second goes once more before each turn: threads that slept and caches that others
+    filled would cost it a good part of its time, and those that take long next to nothing.
+    """
+    last = dict.fromkeys(sides, _BRIEF_S)
     for name, side in sides.items():
         if warm_up is None or name in warm_up:
+            begun = time.perf_counter()
             side()
+            last[name] = time.perf_counter() - begun
     clean, disturbed, patience_s = [], [], 120.0
     while len(clean) < rounds and len(clean) + len(disturbed) < 2 * rounds:
         seconds, foreign = {}, 0.0
         for name, side in sides.items():
             patience_s = _wait_until_quiet(patience_s)
+            if last[name] < _BRIEF_S:
+                side()
             with _Watch() as watch:
                 side()
-            seconds[name], foreign = watch.seconds, max(foreign, watch.foreign)
+            last[name] = seconds[name] = watch.seconds
+            foreign = max(foreign, watch.foreign)
         (disturbed if foreign > _FOREIGN else clean).append(seconds)
         taken = ", ".join(f"{name} {one:.2f} s" for name, one in seconds.items())
         print(f"round {len(clean) + len(disturbed)}: {taken}; others {foreign:.0%}", file=sys.stderr, flush=True)

@@ -147,8 +147,8 @@ def measure(size: str, dtype: str, rounds: int, trl_pass: int = TRL_PASS) -> dic
     error = gradient_error(size)
     if error > 1e-5:
         raise SystemExit(f"{size}: gradients differ by {error:.2g}")
-    # The trainer needs to know how many steps there will be: the warm-up, and at most twice the rounds.
-    steps = 2 * rounds + 1
+    # The trainer needs to know how many steps there will be: the warm-up, and at most two in twice the rounds.
+    steps = 4 * rounds + 1
     single = "TRL" if dtype == "float32" else "TRL float32"
     kinds = {"ours": ("ours", dtype), "TRL": ("TRL", dtype), single: ("TRL", "float32")}
     sides = {name: start(side, size, precision, steps, trl_pass) for name, (side, precision) in kinds.items()}

@@ -4,7 +4,7 @@
 // Eager PyTorch has to copy the caches of a batch together, padded to the longest, before it can multiply, and takes
 // every step in many passes over memory. Products of small matrices take less time than calls, and threads that wait.
 //
-// The functions come for two types of numbers: `_float`, and `_bf16`, the upper half of a float. All compute in floats.
+// The functions come for two types of numbers: `_float`, and `_bf16`, the upper half of a float. All sum up in floats.
 
 #include "common.h"
 #include "pairs.h"
