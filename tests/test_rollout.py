@@ -448,6 +448,18 @@ def test_a_judge_sees_the_task_and_the_output(renderer: ChatRenderer) -> None:
     assert output.response == "four"
 
 
+def test_nobody_waits_for_a_verdict(renderer: ChatRenderer, monkeypatch: pytest.MonkeyPatch) -> None:
+    paused: list[str] = []
+    monkeypatch.setattr(Watched, "pause_episode", lambda self, episode_id: paused.append(episode_id))
+
+    async def judge(task: WorkflowTask, response: Any) -> JudgeOutput:
+        assert paused == ["test-0-0"]
+        return JudgeOutput(reward=0.5)
+
+    (episode,) = run(renderer, unscored, judge, episodes=1)
+    assert episode.reward == {"default": 0.5}
+
+
 def test_a_judge_is_asked_only_where_there_is_no_reward(renderer: ChatRenderer) -> None:
     async def scored(task, model):
         await model(HELLO)

@@ -217,6 +217,8 @@ class Rollout:
                 raise RewardError(
                     "the workflow returned `reward=None` and there is no judge; return a reward, or pass `judge_func`"
                 )
+            if not auxiliary:  # nobody asks the policy for anything more, so it need not wait for the verdict
+                recorder.model.policy.pause_episode(recorder.episode_id)
             with _own_terms("judge", JudgeOutput):
                 judgement = await self._within_time(self.judge.run(task, output, auxiliary), "judge")
             reward = judgement.reward
