@@ -9,6 +9,7 @@ from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from engine_tools import gradients, load, plain_logprobs, play, relative_difference, start
@@ -37,7 +38,7 @@ from agentscope_tuner.engine.learner import Learner
 from agentscope_tuner.engine.models import layer_weight, load_model
 from agentscope_tuner.engine.native import NativeKernels, native_kernels
 from agentscope_tuner.engine.products import WideProducts
-from agentscope_tuner.engine.sampler import Sampler
+from agentscope_tuner.engine.sampler import Sampler, _Uniforms
 from agentscope_tuner.engine.trainable import TrainableDecoder, choose_forward
 from agentscope_tuner.errors import ConfigError, ModelError, ParityError, PromptTooLongError, TrainingStoppedError
 from agentscope_tuner.policy import Sample, SamplingParams
@@ -300,6 +301,15 @@ def test_completions_depend_on_their_seed_and_not_on_their_neighbours(tiny_model
 
     alone = asyncio.run(run(0))
     assert asyncio.run(run(7)) == alone
+
+
+@pytest.mark.parametrize("seed", [0, 5, 2**64 - 1, 2**100 + 7])
+def test_the_random_numbers_of_a_seed_are_those_of_its_own_generator(seed: int) -> None:
+    uniforms = _Uniforms()
+    uniforms.of(seed + 1, 0)
+    pieces = {first: uniforms.of(seed, first) for first in (64, 0, 32)}
+    expected = np.random.Generator(np.random.Philox(key=seed)).random(96).tolist()
+    assert pieces[0] + pieces[32] + pieces[64] == expected
 
 
 def test_equal_runs_are_equal_bit_for_bit(tiny_model_dir: Path) -> None:

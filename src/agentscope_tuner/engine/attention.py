@@ -158,8 +158,7 @@ class KVCache:
             (keys[slot, :, :rows].clone(), values[slot, :, :tokens].clone())
             for keys, values in zip(self.keys, self.values, strict=True)
         ]
-        places = [(keys.data_ptr(), values.data_ptr(), tokens) for keys, values in layers]
-        return Prefix(layers, torch.tensor(places))
+        return Prefix(layers, tokens)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -168,22 +167,24 @@ class Prefix:
 
     layers: list[tuple[Tensor, Tensor]]
     """Keys as the cache keeps them, and values (K, P, d)."""
-    places: Tensor
-    """(layers, 3) addresses of keys and values, and P."""
+    tokens: int
+    """P."""
 
 
 class RowLayout:
     """New tokens, a row for each, against the cached past of their sequences. Needs compiled kernels."""
 
-    def __init__(self, cache: KVCache, slots: Tensor, own: Tensor, trunks: Sequence[Prefix], trunk_of: Tensor) -> None:
+    def __init__(
+        self, cache: KVCache, own: Tensor, slots: Tensor, trunk_of: Tensor, stack: PrefixStack | None = None
+    ) -> None:
         """Say where the rows' tokens are.
 
         Args:
             cache: holds the sequences.
-            slots: (B,) of each row; rows of one slot are neighbours.
             own: (B,) the place of each row's token in its slot.
-            trunks: what sequences begin with.
-            trunk_of: (B,) the trunk that each row's sequence begins with, or -1.
+            slots: (B,) of each row; rows of one slot are neighbours.
+            trunk_of: (B,) which of the stack's prefixes each row's sequence begins with, or -1.
+            stack: what sequences begin with.
         """
         assert cache.kernels is not None
         self.cache = cache
@@ -192,13 +193,12 @@ class RowLayout:
         self.own = own
         self.lengths = own + 1
         self.trunk_of = trunk_of
-        self._trunks = trunks  # they are read by address
-        places = [trunk.places for trunk in trunks] or [torch.empty(len(cache.keys), 3, dtype=torch.int64)]
-        self.trunks = torch.stack(places, 1)
+        self._stack = stack  # it is read by address
+        self.trunks = stack.places if stack is not None else torch.empty(len(cache.keys), 0, 3, dtype=torch.int64)
 
     def rows(self, rows: slice) -> RowLayout:
         """Some of the rows."""
-        return RowLayout(self.cache, self.slots[rows], self.own[rows], self._trunks, self.trunk_of[rows])
+        return RowLayout(self.cache, self.own[rows], self.slots[rows], self.trunk_of[rows], self._stack)
 
     def attend_queries(self, layer: int, q: Tensor) -> Tensor:
         """Map scaled q (B, H, d), float32, to outputs (B, H, d) in the cache's type; keys and values are there."""
@@ -215,15 +215,33 @@ class RowLayout:
 
 
 class PrefixStack:
-    """S prefixes side by side, padded to the longest."""
+    """S prefixes together."""
 
     def __init__(self, prefixes: Sequence[Prefix]) -> None:
         self.prefixes = prefixes
-        self.lengths = [prefix.layers[0][0].shape[1] for prefix in prefixes]
+
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each (S,)."""
+        return np.array([prefix.tokens for prefix in self.prefixes])
+
+    @cached_property
+    def places(self) -> Tensor:
+        """Where they are, for compiled kernels: (layers, S, 3) addresses of keys and values, and how many tokens."""
+        return (
+            torch.tensor(
+                [
+                    [(keys.data_ptr(), values.data_ptr(), prefix.tokens) for keys, values in prefix.layers]
+                    for prefix in self.prefixes
+                ]
+            )
+            .transpose(0, 1)
+            .contiguous()
+        )
 
     @cached_property
     def layers(self) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values (S, K, P, d)."""
+        """Keys and values (S, K, P, d), padded to the longest."""
         layers = zip(*(prefix.layers for prefix in self.prefixes), strict=True)
         return [(_side_by_side([k for k, _ in layer]), _side_by_side([v for _, v in layer])) for layer in layers]
 
@@ -256,8 +274,7 @@ class SharedPrefixes:
         """(S R) the row in each cell of the product."""
         self._gather_by = None if in_place else self._tensor(gather_by)
         """(B,) the cell of each row."""
-        lengths = np.array(stack.lengths)
-        self.visible = self._tensor(np.arange(lengths.max()) < lengths[number, None])
+        self.visible = self._tensor(np.arange(stack.lengths.max()) < stack.lengths[number, None])
         """(B, P)"""
 
     def _tensor(self, array: np.ndarray) -> Tensor:

@@ -11,6 +11,7 @@ from itertools import groupby, product
 from operator import itemgetter
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -243,7 +244,7 @@ class WholeDecoder(NativeDecoder):
         """Read the weights again."""
         super().refresh()
         self._tensors: list[Tensor] = []  # they are read by address
-        self._places = torch.tensor([self._place(layer) for layer in self._layers])
+        self._places = np.array([self._place(layer) for layer in self._layers])
 
     def _place(self, layer: _Layer) -> list[int]:
         """A `Layer` of `kernels/sampler.cpp`, without keys and values."""
@@ -264,10 +265,10 @@ class WholeDecoder(NativeDecoder):
         """(B, 1) token ids and absolute positions to (B, 1, D)."""
         assert isinstance(layout, RowLayout)
         cache = layout.cache
-        for index, (keys, values) in enumerate(zip(cache.keys, cache.values, strict=True)):
-            self._places[index, -2], self._places[index, -1] = keys.data_ptr(), values.data_ptr()
+        self._places[:, -2] = [keys.data_ptr() for keys in cache.keys]
+        self._places[:, -1] = [values.data_ptr() for values in cache.values]
         return layout.kernels.forward(
-            F.embedding(ids[:, 0], self._embedding).float(), self._places, self._norm, self._table,
+            F.embedding(ids[:, 0], self._embedding).float(), torch.from_numpy(self._places), self._norm, self._table,
             positions[:, 0].contiguous(), layout.slots, layout.own, layout.lengths, layout.trunks, layout.trunk_of,
             heads=self._heads, kv_heads=self._kv_heads, capacity=cache.capacity, scaling=self._layers[0].scaling,
             eps=self._eps,
@@ -342,7 +343,7 @@ def _probe(decoder: Decoder, loaded: LoadedModel, kernels: NativeKernels | None,
         cache.reserve(length)
         probe, positions = probe.reshape(-1, 1), positions.reshape(-1, 1)
         slots = torch.arange(2).repeat_interleave(length)
-        layout = RowLayout(cache, slots, positions[:, 0].contiguous(), (), torch.full_like(slots, -1))
+        layout = RowLayout(cache, positions[:, 0].contiguous(), slots, torch.full_like(slots, -1))
     with loaded.speaking_as(speaker):
         hidden = decoder.hidden(probe, positions, layout, [(speaker, len(probe))])
     return decoder.logits(hidden.reshape(2 * length, -1))

@@ -159,32 +159,34 @@ class ModelRunner:
         """A row for each token: all keys and values are written before any are read."""
         self.cache.reserve(max(slot.cached + n for slot, n, _ in spans))
         ids = [token for slot, n, _ in spans for token in slot.ids[slot.cached : slot.cached + n]]
-        numbers: dict[Trunk, int] = {}
-        place = np.array(
-            [
-                (slot.cached, slot.index, 0, -1)
-                if (trunk := slot.trunk) is None
-                else (slot.cached, slot.index, len(trunk.ids), numbers.setdefault(trunk, len(numbers)))
-                for slot, _, _ in spans
-            ]
-        ).T
+        numbers: dict[Trunk | None, int] = {None: -1}
+        trunk_of = [numbers.setdefault(slot.trunk, len(numbers) - 1) for slot, _, _ in spans]
+        place = np.array([[slot.cached for slot, _, _ in spans], [slot.index for slot, _, _ in spans], trunk_of])
         wanted: Tensor | None = None
-        if not len(ids) == len(spans) == sum(last for _, _, last in spans):
+        if not len(ids) == len(spans) == sum([last for _, _, last in spans]):
             counts, last = np.array([(n, last) for _, n, last in spans]).T
-            of_span = np.repeat(np.arange(len(spans)), counts)
-            within = np.arange(len(ids)) - (counts.cumsum() - counts)[of_span]
-            place = place[:, of_span]
+            within = np.arange(len(ids)) - np.repeat(counts.cumsum() - counts, counts)
+            place = np.repeat(place, counts, 1)
             place[0] += within
-            wanted = torch.from_numpy(within >= (counts - last)[of_span])
-        speakers = [
+            wanted = torch.from_numpy(within >= np.repeat(counts - last, counts))
+        trunks = [trunk for trunk in numbers if trunk is not None]
+        begun = np.array([*(len(trunk.ids) for trunk in trunks), 0])[place[2]]
+        positions = torch.from_numpy(place[0] + begun)
+        own, slots, of_row = torch.from_numpy(place)
+        stack = self._stack(tuple(trunk.cache for trunk in trunks)) if trunks else None
+        layout = RowLayout(self.cache, own, slots, of_row, stack)
+        tokens = torch.from_numpy(np.array(ids))
+        hidden = self.decoder.hidden(tokens[:, None], positions[:, None], layout, self._speakers(spans))[:, 0]
+        return hidden if wanted is None else hidden[wanted]
+
+    def _speakers(self, spans: Sequence[Span]) -> list[tuple[str, int]]:
+        """The adapters of neighbouring rows, and of how many each is."""
+        if not (self._loaded.adapters or self._loaded.versions):
+            return []
+        return [
             (adapter, sum(span.tokens for span in run))
             for adapter, run in itertools.groupby(spans, key=lambda span: span.slot.adapter)
         ]
-        at, slots, begun, trunk_of = torch.from_numpy(np.ascontiguousarray(place))
-        layout = RowLayout(self.cache, slots, at, [trunk.cache for trunk in numbers], trunk_of)
-        tokens = torch.from_numpy(np.array(ids))
-        hidden = self.decoder.hidden(tokens[:, None], (at + begun)[:, None], layout, speakers)[:, 0]
-        return hidden if wanted is None else hidden[wanted]
 
     def _padded_rows(self, spans: Sequence[Span]) -> Tensor:
         """A row for each span, padded to the longest."""

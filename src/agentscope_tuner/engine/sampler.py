@@ -35,7 +35,7 @@ _TRUNK_USERS = 4
 _BUNCH = 3
 """Waiting requests begin once they are at least this fraction (one over it) of the active ones."""
 _UNIFORMS = 32
-"""Random numbers that are taken at once."""
+"""Random numbers that are taken at once; the generator makes four in a step."""
 _PATIENCE_SLICE_S = 0.01
 
 
@@ -50,10 +50,11 @@ class _Request:
     future: asyncio.Future[Sample]
     on_token: Callable[[int], None] | None
     budget: int
-    rng: np.random.Generator
+    ends: frozenset[int]
+    """Tokens after which it stops."""
     slot: Slot
     uniforms: list[float] = field(default_factory=list)
-    """Random numbers of its tokens, the first ones of `rng`."""
+    """Random numbers of its first tokens."""
     guess: list[int] = field(default_factory=list)
     """What may come after the last token."""
     token_ids: list[int] = field(default_factory=list)
@@ -61,7 +62,27 @@ class _Request:
 
 
 _NO_SLOT = Slot(-1)
+_NOTHING_GUESSED = (None,)
 _slot_order = attrgetter("slot.row_order")
+
+
+class _Uniforms:
+    """Random numbers for completions: each seed has its own stream, so none depends on its neighbours."""
+
+    def __init__(self) -> None:
+        # One generator is set to wherever it is needed, which takes a fraction of the time of making one.
+        self._bits = np.random.Philox(key=0)
+        self._generator = np.random.Generator(self._bits)
+        self._state = self._bits.state
+
+    def of(self, seed: int, first: int) -> list[float]:
+        """The next few of a stream, from its number `first` on, a multiple of `_UNIFORMS`."""
+        place = self._state["state"]
+        place["key"][:] = seed % 2**64, seed >> 64
+        place["counter"][0] = first // 4
+        self._bits.state = self._state
+        numbers: list[float] = self._generator.random(_UNIFORMS).tolist()
+        return numbers
 
 
 class Sampler:
@@ -83,6 +104,7 @@ class Sampler:
         self.tokens_prefilled = 0
         self.rows_decoded = 0
         """Tokens that were run to draw the next one, guesses included."""
+        self._uniforms = _Uniforms()
         self._clock = itertools.count(1)
         self._opened: dict[str, int] = {}
         self._calls: dict[str, int] = defaultdict(int)
@@ -159,8 +181,7 @@ class Sampler:
             future=asyncio.get_running_loop().create_future(),
             on_token=on_token,
             budget=min(params.max_tokens, room),
-            # Every completion has its own stream of random numbers, so it does not depend on its neighbours.
-            rng=np.random.Generator(np.random.Philox(key=params.seed)),
+            ends=self._loaded.end_of_turn_ids | params.stop_ids,
             slot=_NO_SLOT,
         )
         self._pending.add(request)
@@ -387,37 +408,45 @@ class Sampler:
         uniforms: list[float] = []
         for request in requests:
             first, rows = len(request.token_ids), len(request.guess) + 1
-            if len(request.uniforms) < first + rows:
-                request.uniforms += request.rng.random(max(rows, _UNIFORMS)).tolist()
+            while len(request.uniforms) < first + rows:
+                request.uniforms += self._uniforms.of(request.params.seed, len(request.uniforms))
             # A token has its random number, whether it is drawn now or was guessed wrongly and is drawn later.
-            uniforms += request.uniforms[first : first + rows]
-            params += [request.params] * rows
+            if rows == 1:
+                uniforms.append(request.uniforms[first])
+                params.append(request.params)
+            else:
+                uniforms += request.uniforms[first : first + rows]
+                params += [request.params] * rows
         tokens, logprobs = (drawn.tolist() for drawn in self._runner.draw(hidden, params, uniforms))
-        first = 0
+        row = 0
         for request in requests:
-            end = first + len(request.guess) + 1
-            self._accept(request, tokens[first:end], logprobs[first:end])
-            first = end
+            rows = len(request.guess) + 1
+            self._accept(request, tokens, logprobs, row)
+            row += rows
 
-    def _accept(self, request: _Request, tokens: list[int], logprobs: list[float]) -> None:
-        """Take what was drawn: the first token, and each whose predecessor was guessed."""
-        slot, guess = request.slot, request.guess
-        if guess:
-            request.guess = []
-        for token, logprob, guessed in zip(tokens, logprobs, (*guess, None), strict=True):
+    def _accept(self, request: _Request, tokens: list[int], logprobs: list[float], row: int) -> None:
+        """Take what was drawn, from a row on: the first token, and each whose predecessor was guessed."""
+        slot, guess, token_ids = request.slot, request.guess, request.token_ids
+        for guessed in (*guess, None) if guess else _NOTHING_GUESSED:
+            token = tokens[row]
             # Everything before a token was run to draw it.
             slot.cached = len(slot.ids)
-            request.token_ids.append(token)
-            request.logprobs.append(logprob)
+            token_ids.append(token)
+            request.logprobs.append(logprobs[row])
             if request.on_token is not None:
                 request.on_token(token)
-            reason = self._finish_reason(request, token)
-            if reason is not None:
-                self._finish(request, reason)
+            if token in request.ends or (request.params.stop and self._said_stop(request)):
+                self._finish(request, "stop")
+                return
+            if len(token_ids) == request.budget:
+                self._finish(request, "length")
                 return
             slot.ids.append(token)
             if token != guessed:
                 break
+            row += 1
+        if guess:
+            request.guess = []
         self._decoding.append(request)
 
     def _finish(self, request: _Request, reason: str) -> None:
@@ -430,14 +459,10 @@ class Sampler:
             if request.episode_id in self._opened:
                 self._leave(request.episode_id)
 
-    def _finish_reason(self, request: _Request, token: int) -> str | None:
-        params = request.params
-        if token in self._loaded.end_of_turn_ids or token in params.stop_ids:
-            return "stop"
-        if params.stop:
-            # A token is at least a byte; some decoders treat the first one's space in their own way.
-            tail = request.token_ids[-max(len(stop.encode()) for stop in params.stop) - 4 :]
-            text = self._loaded.tokenizer.decode(tail, skip_special_tokens=False)
-            if any(stop in text for stop in params.stop):
-                return "stop"
-        return "length" if len(request.token_ids) >= request.budget else None
+    def _said_stop(self, request: _Request) -> bool:
+        """Whether the last token completed one of the strings at which to stop."""
+        stops = request.params.stop
+        # A token is at least a byte; some decoders treat the first one's space in their own way.
+        tail = request.token_ids[-max(len(stop.encode()) for stop in stops) - 4 :]
+        text = self._loaded.tokenizer.decode(tail, skip_special_tokens=False)
+        return any(stop in text for stop in stops)
