@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from agentscope_tuner.engine import native, products
-from agentscope_tuner.engine.native import NativeKernels, native_kernels, to_tiles, weight_tiles
+from agentscope_tuner.engine.attention import CausalLayout, KVCache, PrefixStack, RowLayout
+from agentscope_tuner.engine.native import NativeKernels, native_kernels, to_pairs, to_tiles, weight_tiles
 from agentscope_tuner.engine.products import WideLinears, WideProducts, onednn_products
 
 
@@ -86,8 +87,8 @@ def test_attention_in_bfloat16(kernels: NativeKernels, d: int) -> None:
     keys, values = torch.randn(2, 1, kv_heads, 608, d).bfloat16()
     lengths = torch.tensor([1, 31, 64, tokens])
     found = kernels.attend(
-        q, to_tiles(keys), values, torch.zeros(4, dtype=torch.int64), lengths, torch.empty(0, 3, dtype=torch.int64),
-        torch.full((4,), -1),
+        q, to_tiles(keys), to_pairs(values), torch.zeros(4, dtype=torch.int64), lengths,
+        torch.empty(0, 3, dtype=torch.int64), torch.full((4,), -1),
     )  # fmt: skip
     for row, n in enumerate(lengths.tolist()):
         k, v = (tensor[0, :, :n].double() for tensor in (keys, values))
@@ -95,6 +96,34 @@ def test_attention_in_bfloat16(kernels: NativeKernels, d: int) -> None:
         # Weights may be rounded, and so is the result.
         error = 2**-8 * (weights @ v.abs() + (weights @ v).abs())
         assert ((found[row].double().view(kv_heads, group, d) - weights @ v).abs() <= error).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_modules_write_is_shared_copied_and_read_by_kernels(kernels: NativeKernels, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    kv_heads, group, d, shared, tokens = 2, 3, 20, 7, 33
+    cache = KVCache((1, kv_heads, d), 3, 64, torch.empty(0, dtype=dtype), kernels)
+    cache.reserve(tokens)
+    q = torch.randn(1, kv_heads * group, tokens, d).to(dtype)
+    k, v = torch.randn(2, 1, kv_heads, tokens, d).to(dtype)
+    expected = CausalLayout().attend(0, q.double(), k.double(), v.double(), d**-0.5)[0]
+
+    def attended(slot: int, first: int, own: int, stack: PrefixStack | None = None) -> torch.Tensor:
+        """Tokens from `first` on, of which the first lies at `own` in the slot; the slot goes on from the stack."""
+        rows = tokens - first
+        trunk_of = torch.full((rows,), -1 if stack is None else 1)
+        layout = RowLayout(cache, own + torch.arange(rows), torch.full((rows,), slot), trunk_of, stack)
+        given = (x[0, :, first:].transpose(0, 1)[:, :, None].contiguous() for x in (q, k, v))
+        return layout.attend(0, *given, d**-0.5)[:, 0].double()
+
+    whole = attended(1, 0, 0)
+    stack = PrefixStack([cache.take(1, 3), cache.take(1, shared)])
+    after_trunk = attended(0, shared, 0, stack)
+    cache.copy(1, 2, shared)
+    after_copy = attended(2, shared, shared)
+    error = 2**-7 if dtype == torch.bfloat16 else 1e-6
+    for found, first in ((whole, 0), (after_trunk, shared), (after_copy, shared)):
+        torch.testing.assert_close(found, expected[first:], rtol=error, atol=error)
 
 
 def test_pairs_are_used_where_they_are_right_and_faster(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,7 +93,8 @@ class KVCache:
     """Keys and values of `slots` sequences, and of prefixes (trunks) that many of them share.
 
     A slot's sequence is its trunk followed by its own tokens; only the latter are stored in the slot. Values are
-    (slots, K, capacity, d), and so are keys; but compiled kernels read these in tiles, see `native.to_tiles`.
+    (slots, K, capacity, d), and so are keys; but compiled kernels read these in tiles, see `native.to_tiles`, and in
+    bfloat16 both in pairs, see `native.to_pairs`.
     """
 
     def __init__(
@@ -110,6 +111,8 @@ class KVCache:
         self.kernels = kernels
         self.limit = limit
         """Most own tokens a slot may ever hold."""
+        self.paired = kernels is not None and like.dtype == torch.bfloat16
+        """Whether keys and values lie in pairs."""
         self.capacity = 0
         self.token_size = self._kv_heads * self._head_dim
         """Numbers per token, in the keys as in the values of one layer."""
@@ -141,10 +144,14 @@ class KVCache:
             self.values[layer] = self._grown(values, (capacity, self._head_dim))
         self.capacity = capacity
 
+    def _rows(self, tokens: int) -> tuple[int, int]:
+        """Where so many keys end, and values."""
+        return self._key_extents(tokens)[0], tokens + tokens % 2 if self.paired else tokens
+
     def copy(self, source: int, target: int, tokens: int) -> None:
         """Copy the first own tokens of one slot to another."""
-        rows = self._key_extents(tokens)[0]
-        pieces = [(keys, rows) for keys in self.keys] + [(values, tokens) for values in self.values]
+        key_rows, value_rows = self._rows(tokens)
+        pieces = [(keys, key_rows) for keys in self.keys] + [(values, value_rows) for values in self.values]
         if self.kernels is not None:
             self.kernels.copy_slot(pieces, source, target)
             return
@@ -153,9 +160,9 @@ class KVCache:
 
     def take(self, slot: int, tokens: int) -> Prefix:
         """A copy of a slot's first own tokens."""
-        rows = self._key_extents(tokens)[0]
+        key_rows, value_rows = self._rows(tokens)
         layers = [
-            (keys[slot, :, :rows].clone(), values[slot, :, :tokens].clone())
+            (keys[slot, :, :key_rows].clone(), values[slot, :, :value_rows].clone())
             for keys, values in zip(self.keys, self.values, strict=True)
         ]
         return Prefix(layers, tokens)
@@ -209,8 +216,14 @@ class RowLayout:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
         """Write keys and values (B, K, 1, d) into the cache, and attend: q (B, H, 1, d) to outputs (B, 1, H, d)."""
-        self.cache.keys[layer][self.slots, :, self.own // TILE, :, self.own % TILE] = k[:, :, 0]
-        self.cache.values[layer][self.slots, :, self.own] = v[:, :, 0]
+        keys, values, slots, own = self.cache.keys[layer], self.cache.values[layer], self.slots, self.own
+        if self.cache.paired:
+            pairs = k[:, :, 0].unflatten(-1, (-1, 2))
+            keys.view(*keys.shape[:3], -1, TILE, 2)[slots, :, own // TILE, :, own % TILE] = pairs
+            values.view(*values.shape[:2], -1, values.shape[3], 2)[slots, :, own // 2, :, own % 2] = v[:, :, 0]
+        else:
+            keys[slots, :, own // TILE, :, own % TILE] = k[:, :, 0]
+            values[slots, :, own] = v[:, :, 0]
         return self.attend_queries(layer, (q[:, :, 0].float() * scaling).contiguous())[:, None]
 
 

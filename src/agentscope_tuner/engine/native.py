@@ -87,12 +87,12 @@ class NativeKernels:
 
         Args:
             q: (B, H, d) float32, scaled.
-            keys: (slots, K, capacity / TILE, d, TILE).
-            values: (slots, K, capacity, d).
+            keys: (slots, K, capacity / TILE, d, TILE), see `to_tiles`.
+            values: (slots, K, capacity, d), see `to_pairs`.
             slots: (B,) where each row's sequence lies.
             lengths: (B,) how many of the slot's tokens a row sees.
             trunks: (any, 3) prefixes that rows see first: addresses of keys (K, P / TILE, d, TILE) and of values (K, P,
-                d), and P.
+                d), like those of a slot, and P.
             trunk_of: (B,) the trunk of each row, or -1; the same for all rows of a slot.
         """
         rows, heads, d = q.shape
@@ -131,8 +131,8 @@ class NativeKernels:
             positions: (B,) where each token is in its sequence,
             slots: (B,) in which slot that is,
             own: (B,) and at what place of the slot.
-            keys: (slots, K, capacity / TILE, d, TILE).
-            values: (slots, K, capacity, d).
+            keys: (slots, K, capacity / TILE, d, TILE), see `to_tiles`.
+            values: (slots, K, capacity, d), see `to_pairs`.
             scaling: of the queries.
             eps: of the norms.
         """
@@ -348,9 +348,21 @@ class NativeKernels:
 
 
 def to_tiles(keys: Tensor) -> Tensor:
-    """Keys (..., T, d), T a multiple of `TILE`, as the cache holds them: (..., T / TILE, d, TILE)."""
+    """Keys (..., T, d), T a multiple of `TILE`, as the cache holds them: (..., T / TILE, d, TILE), see `to_pairs`."""
     *outer, tokens, d = keys.shape
-    return keys.reshape(*outer, tokens // TILE, TILE, d).transpose(-1, -2).contiguous()
+    return to_pairs(keys.reshape(*outer, tokens // TILE, TILE, d).transpose(-1, -2)).contiguous()
+
+
+def to_pairs(rows: Tensor) -> Tensor:
+    """Rows (..., N, width) as compiled products read them: as they are, but in bfloat16 two that are added up together.
+
+    An odd N is made even with zeros. Pairs are (..., N / 2, width, 2), in the shape of the rows.
+    """
+    if rows.dtype != torch.bfloat16:
+        return rows
+    rows = F.pad(rows, (0, 0, 0, rows.shape[-2] % 2))
+    pairs: Tensor = rows.unflatten(-2, (-1, 2)).transpose(-1, -2)
+    return pairs.reshape(rows.shape)
 
 
 def weight_tiles(weight: Tensor) -> Tensor:
@@ -442,11 +454,10 @@ def _agrees_on_rows(kernels: NativeKernels, draw: Callable[..., Tensor]) -> bool
         trunk = (draw(kv_heads, shared, d), draw(kv_heads, shared, d))
         padded = torch.cat([trunk[0], trunk[0].new_zeros(kv_heads, -shared % TILE, d)], 1)
         for dtype, tolerance in ((torch.float32, _TOLERANCE), (torch.bfloat16, 3e-2)):
-            laid = (to_tiles(padded).to(dtype), trunk[1].to(dtype))
+            laid = (to_tiles(padded.to(dtype)), to_pairs(trunk[1].to(dtype)).contiguous())
             trunks = torch.tensor([[*_addresses(*laid), shared]])
-            got = kernels.attend(
-                q, to_tiles(keys).to(dtype), values.to(dtype), slots, lengths, trunks, trunk_of
-            ).float()
+            cache = (to_tiles(keys.to(dtype)), to_pairs(values.to(dtype)))
+            got = kernels.attend(q, *cache, slots, lengths, trunks, trunk_of).float()
             for row, (at, n) in enumerate(zip(slots.tolist(), lengths.tolist(), strict=True)):
                 parts = (trunk, (keys[at, :, :n], values[at, :, :n]))[trunk_of[row] < 0 :]
                 k, v = (torch.cat(pieces, 1) for pieces in zip(*parts, strict=True))

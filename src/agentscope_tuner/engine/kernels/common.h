@@ -17,7 +17,6 @@ namespace {
 // Registers of the machine, however wide they are; aligned as single numbers, so that any address will do.
 typedef float Lanes __attribute__((vector_size(64), aligned(4)));
 typedef uint32_t Words __attribute__((vector_size(64), aligned(4)));
-typedef uint16_t Halves __attribute__((vector_size(32), aligned(2)));
 constexpr int64_t LANES = 16;
 constexpr int64_t TILE = 2 * LANES;  // keys or values that are read together
 constexpr int64_t BLOCK = 96;        // about so many queries read them together
@@ -46,35 +45,24 @@ inline void put(Bf16* to, float x) {
 }
 
 inline Lanes load(const float* from) { return *reinterpret_cast<const Lanes*>(from); }
-inline Lanes load(const Bf16* from) {
-    return (Lanes)(__builtin_convertvector(*reinterpret_cast<const Halves*>(from), Words) << 16);
-}
 inline void store(float* to, Lanes lanes) { *reinterpret_cast<Lanes*>(to) = lanes; }
 
-// Numbers as floats: where they lie, or in `room`. Of what is read more than once, this is faster.
-inline const float* floats(const float* from, int64_t, std::vector<float>&) { return from; }
-inline const float* floats(const Bf16* from, int64_t count, std::vector<float>& room) {
-    room.resize(count);
-    int64_t j = 0;
-    for (; j + LANES <= count; j += LANES) store(&room[j], load(from + j));
-    for (; j < count; j++) room[j] = number(from[j]);
-    return room.data();
-}
-
 // Rows of a matrix, `stride` numbers apart.
-template <class T>
 struct Rows {
-    const T* start;
+    const float* start;
     int64_t stride;
-    const T* operator[](int64_t row) const { return start + row * stride; }
+    const float* operator[](int64_t row) const { return start + row * stride; }
+    Lanes lanes(int64_t row, int64_t j) const { return load((*this)[row] + j); }
+    float at(int64_t row, int64_t j) const { return (*this)[row][j]; }
+    Rows from(int64_t row) const { return {(*this)[row], stride}; }
 };
 
 // out (N, width) becomes a (N, d) times a tile of keys (d, TILE).
-template <int N, class T>
-void score_rows(const float* a, const T* tile, float* out, int64_t width, int64_t d, int64_t stride) {
+template <int N, class B>
+void score_rows(const float* a, B tile, float* out, int64_t width, int64_t d, int64_t stride) {
     Lanes low[N] = {}, high[N] = {};
     for (int64_t j = 0; j < d; j++) {
-        const Lanes first = load(tile + j * TILE), second = load(tile + j * TILE + LANES);
+        const Lanes first = tile.lanes(j, 0), second = tile.lanes(j, LANES);
         for (int r = 0; r < N; r++) {
             low[r] += a[r * d + j] * first;
             high[r] += a[r * d + j] * second;
@@ -94,16 +82,16 @@ void score_rows(const float* a, const T* tile, float* out, int64_t width, int64_
 }
 
 // The same for m rows, at most N at once; each is computed alike, whoever its neighbours are.
-template <int N, class T>
-void score_tile(const float* a, const T* tile, float* out, int64_t m, int64_t width, int64_t d, int64_t stride) {
+template <int N, class B>
+void score_tile(const float* a, B tile, float* out, int64_t m, int64_t width, int64_t d, int64_t stride) {
     int64_t i = 0;
     for (; i + N <= m; i += N) score_rows<N>(a + i * d, tile, out + i * stride, width, d, stride);
     if constexpr (N > 1)
         if (i < m) score_tile<N - 1>(a + i * d, tile, out + i * stride, m - i, width, d, stride);
 }
 
-template <int N, class T>
-void add_rows(const float* weights, int64_t across, int64_t down, Rows<T> b, float* out, int64_t out_stride, int64_t n,
+template <int N, class B>
+void add_rows(const float* weights, int64_t across, int64_t down, B b, float* out, int64_t out_stride, int64_t n,
               int64_t d) {
     int64_t j = 0;
     for (; j + TILE <= d; j += TILE) {
@@ -113,7 +101,7 @@ void add_rows(const float* weights, int64_t across, int64_t down, Rows<T> b, flo
             high[r] = load(out + r * out_stride + j + LANES);
         }
         for (int64_t t = 0; t < n; t++) {
-            const Lanes first = load(b[t] + j), second = load(b[t] + j + LANES);
+            const Lanes first = b.lanes(t, j), second = b.lanes(t, j + LANES);
             for (int r = 0; r < N; r++) {
                 low[r] += weights[r * down + t * across] * first;
                 high[r] += weights[r * down + t * across] * second;
@@ -127,11 +115,11 @@ void add_rows(const float* weights, int64_t across, int64_t down, Rows<T> b, flo
     for (int r = 0; r < N; r++)
         for (int64_t t = 0; t < n; t++)
             for (int64_t rest = j; rest < d; rest++)
-                out[r * out_stride + rest] += weights[r * down + t * across] * number(b[t][rest]);
+                out[r * out_stride + rest] += weights[r * down + t * across] * b.at(t, rest);
 }
 
-template <int N, class T>
-void add_tile(const float* weights, int64_t across, int64_t down, Rows<T> b, float* out, int64_t out_stride, int64_t m,
+template <int N, class B>
+void add_tile(const float* weights, int64_t across, int64_t down, B b, float* out, int64_t out_stride, int64_t m,
               int64_t n, int64_t d) {
     int64_t i = 0;
     for (; i + N <= m; i += N)
@@ -142,20 +130,12 @@ void add_tile(const float* weights, int64_t across, int64_t down, Rows<T> b, flo
 }
 
 // Adds weights (m, n) times b (n, d) to out (m, d). The weight of (i, t) is at `i * down + t * across`.
-template <class T>
-void add_product(const float* weights, int64_t across, int64_t down, Rows<T> b, float* out, int64_t out_stride,
-                 int64_t m, int64_t n, int64_t d) {
-    thread_local std::vector<float> room;
-    for (int64_t first = 0; first < n; first += TILE) {
-        const int64_t width = std::min(TILE, n - first);
-        const float* const by = weights + first * across;
-        if (m > TOGETHER && b.stride == d) {
-            const Rows<float> rows{floats(b[first], width * d, room), d};
-            add_tile<TOGETHER>(by, across, down, rows, out, out_stride, m, width, d);
-        } else {
-            add_tile<TOGETHER>(by, across, down, Rows<T>{b[first], b.stride}, out, out_stride, m, width, d);
-        }
-    }
+template <class B>
+void add_product(const float* weights, int64_t across, int64_t down, B b, float* out, int64_t out_stride, int64_t m,
+                 int64_t n, int64_t d) {
+    for (int64_t first = 0; first < n; first += TILE)
+        add_tile<TOGETHER>(weights + first * across, across, down, b.from(first), out, out_stride, m,
+                           std::min(TILE, n - first), d);
 }
 
 // Softmax of the first n numbers, zero for the others up to `width`; returns the logarithm of the sum of exponentials.

@@ -5,14 +5,14 @@
 namespace {
 
 // out (m, n), rows of `stride` numbers, becomes a (m, d) times b (n, d), which is turned round tile by tile.
-void multiply(const float* a, Rows<float> b, float* out, int64_t m, int64_t n, int64_t d, int64_t stride) {
+void multiply(const float* a, Rows b, float* out, int64_t m, int64_t n, int64_t d, int64_t stride) {
     thread_local std::vector<float> turned;
     turned.resize(d * TILE);
     for (int64_t first = 0; first < n; first += TILE) {
         const int64_t width = std::min(TILE, n - first);
         for (int64_t t = 0; t < width; t++)
             for (int64_t j = 0; j < d; j++) turned[j * TILE + t] = b[first + t][j];
-        score_tile<TOGETHER>(a, turned.data(), out + first, m, width, d, stride);
+        score_tile<TOGETHER>(a, Rows{turned.data(), TILE}, out + first, m, width, d, stride);
     }
 }
 
@@ -90,11 +90,11 @@ extern "C" void tree_attend(const float* q, const float* k, const float* v, floa
             scores.resize(many * width);
             gather(q, queries.data(), piece, kv_heads, head, group * d);
             each_span(piece, [&](int64_t at, int64_t first, int64_t n) {
-                multiply(queries.data(), Rows<float>{k + first * stride + head * d, stride}, &scores[at], many, n, d, width);
+                multiply(queries.data(), Rows{k + first * stride + head * d, stride}, &scores[at], many, n, d, width);
             });
             for (int64_t i = 0; i < many; i++) logs[i] = softmax(&scores[i * width], piece.seen + i / group + 1, width);
             each_span(piece, [&](int64_t at, int64_t first, int64_t n) {
-                add_product(&scores[at], 1, width, Rows<float>{v + first * stride + head * d, stride}, sums.data(), d, many, n, d);
+                add_product(&scores[at], 1, width, Rows{v + first * stride + head * d, stride}, sums.data(), d, many, n, d);
             });
             scatter(sums.data(), out, piece, kv_heads, head, group * d);
             scatter(logs.data(), logsums, piece, kv_heads, head, group);
@@ -130,8 +130,8 @@ extern "C" void tree_attend_backward(const float* grad, const float* q, const fl
             gather(logsums, logs.data(), piece, kv_heads, head, group);
             each_span(piece, [&](int64_t at, int64_t first, int64_t n) {
                 const int64_t from = first * stride + head * d;
-                multiply(queries.data(), Rows<float>{k + from, stride}, &weights[at], many, n, d, width);
-                multiply(grads.data(), Rows<float>{v + from, stride}, &changes[at], many, n, d, width);
+                multiply(queries.data(), Rows{k + from, stride}, &weights[at], many, n, d, width);
+                multiply(grads.data(), Rows{v + from, stride}, &changes[at], many, n, d, width);
             });
             for (int64_t i = 0; i < many; i++) {
                 // Softmax's gradient is p * (dp - sum(p * dp)); that sum is the product of an output and its gradient.
@@ -150,9 +150,9 @@ extern "C" void tree_attend_backward(const float* grad, const float* q, const fl
             }
             each_span(piece, [&](int64_t at, int64_t first, int64_t n) {
                 const int64_t to = first * stride;
-                add_product(&changes[at], 1, width, Rows<float>{k + to + head * d, stride}, sums.data(), d, many, n, d);
-                add_product(&changes[at], width, 1, Rows<float>{queries.data(), d}, part_k + to, stride, n, many, d);
-                add_product(&weights[at], width, 1, Rows<float>{grads.data(), d}, part_v + to, stride, n, many, d);
+                add_product(&changes[at], 1, width, Rows{k + to + head * d, stride}, sums.data(), d, many, n, d);
+                add_product(&changes[at], width, 1, Rows{queries.data(), d}, part_k + to, stride, n, many, d);
+                add_product(&weights[at], width, 1, Rows{grads.data(), d}, part_v + to, stride, n, many, d);
             });
             scatter(sums.data(), grad_q, piece, kv_heads, head, group * d);
         }

@@ -1,7 +1,9 @@
-// Products of numbers in bfloat16, two at a time, by processors that have an instruction for it: each lane of a register
-// holds two numbers that lie one after the other along what is summed, and sums are floats.
+// Products of numbers in bfloat16. Two that lie one after the other along what is summed lie together: rows of pairs are
+// (count / 2, width, 2) where rows would be (count, width), with zeros where an odd count ends.
 //
-// Some processors have the instruction and are slower with it, so that it is used only where it was found to be faster.
+// So do some processors want them, which have an instruction for both at once; and others read both without shuffling,
+// since a bfloat16 is the upper half of a float. Some have the instruction and are slower with it, so that it is used
+// only where it was found to be faster.
 
 #pragma once
 
@@ -43,31 +45,41 @@ const uint32_t* pair_rows(const float* rows, int64_t m, int64_t d, int64_t strid
     return room.data();
 }
 
-// Pairs (TILE) of two rows of `width` numbers at most TILE; the second may be missing.
-inline void pair_up(const Bf16* first, const Bf16* second, int64_t width, uint32_t* to) {
-    if (width == TILE && second != nullptr) {
-        for (int64_t j = 0; j < TILE; j += LANES) {
-            const Words low = __builtin_convertvector(*reinterpret_cast<const Halves*>(first + j), Words);
-            const Words high = __builtin_convertvector(*reinterpret_cast<const Halves*>(second + j), Words);
-            *reinterpret_cast<Words*>(to + j) = low | high << 16;
-        }
-        return;
+inline int64_t even(int64_t count) { return count + count % 2; }
+
+// Rows of a matrix in pairs, `stride` pairs apart.
+struct PairRows {
+    const Bf16* start;
+    int64_t stride;
+    const Bf16* pairs(int64_t row) const { return start + row / 2 * 2 * stride; }
+    Lanes lanes(int64_t row, int64_t j) const {
+        const Words both = *reinterpret_cast<const Words*>(pairs(row) + 2 * j);
+        return (Lanes)(row % 2 ? both & 0xffff0000u : both << 16);
     }
-    for (int64_t j = 0; j < TILE; j++) {
-        const uint32_t low = j < width ? first[j].bits : 0;
-        const uint32_t high = j < width && second != nullptr ? second[j].bits : 0;
-        to[j] = low | high << 16;
+    float at(int64_t row, int64_t j) const { return number(pairs(row)[2 * j + row % 2]); }
+    PairRows from(int64_t row) const { return {pairs(row), stride}; }  // an even one
+};
+
+// The same as floats: of what is read more than once, this is faster.
+Rows widened(PairRows rows, int64_t count, int64_t width, std::vector<float>& room) {
+    room.resize(count * width);
+    for (int64_t row = 0; row < count; row++) {
+        int64_t j = 0;
+        for (; j + LANES <= width; j += LANES) store(&room[row * width + j], rows.lanes(row, j));
+        for (; j < width; j++) room[row * width + j] = rows.at(row, j);
     }
+    return {room.data(), width};
 }
 
-// out (N, width), rows `out_stride` apart, becomes, or grows by, pairs a (N, count) times pairs of a tile (count, TILE).
+// out (N, width), rows `out_stride` apart, becomes, or grows by, pairs a (N, count) times pairs of a tile (count, TILE),
+// whose rows are `stride` apart.
 template <int N>
-void dot_rows(const uint32_t* a, int64_t a_stride, const uint32_t* tile, int64_t count, float* out, int64_t out_stride,
-              int64_t width, bool add) {
+void dot_rows(const uint32_t* a, int64_t a_stride, const uint32_t* tile, int64_t stride, int64_t count, float* out,
+              int64_t out_stride, int64_t width, bool add) {
     Lanes low[N] = {}, high[N] = {};
     for (int64_t j = 0; j < count; j++) {
-        const Words first = *reinterpret_cast<const Words*>(tile + j * TILE);
-        const Words second = *reinterpret_cast<const Words*>(tile + j * TILE + LANES);
+        const Words first = *reinterpret_cast<const Words*>(tile + j * stride);
+        const Words second = *reinterpret_cast<const Words*>(tile + j * stride + LANES);
         for (int r = 0; r < N; r++) {
             const Words both = Words{} + a[r * a_stride + j];
             low[r] = dot(low[r], both, first);
@@ -90,47 +102,62 @@ void dot_rows(const uint32_t* a, int64_t a_stride, const uint32_t* tile, int64_t
 
 // The same for m rows, at most N at once; each is computed alike, whoever its neighbours are.
 template <int N>
-void dot_tile(const uint32_t* a, int64_t a_stride, const uint32_t* tile, int64_t count, float* out, int64_t out_stride,
-              int64_t m, int64_t width, bool add) {
+void dot_tile(const uint32_t* a, int64_t a_stride, const uint32_t* tile, int64_t stride, int64_t count, float* out,
+              int64_t out_stride, int64_t m, int64_t width, bool add) {
     int64_t i = 0;
     for (; i + N <= m; i += N)
-        dot_rows<N>(a + i * a_stride, a_stride, tile, count, out + i * out_stride, out_stride, width, add);
+        dot_rows<N>(a + i * a_stride, a_stride, tile, stride, count, out + i * out_stride, out_stride, width, add);
     if constexpr (N > 1)
         if (i < m)
-            dot_tile<N - 1>(a + i * a_stride, a_stride, tile, count, out + i * out_stride, out_stride, m - i, width,
-                            add);
+            dot_tile<N - 1>(a + i * a_stride, a_stride, tile, stride, count, out + i * out_stride, out_stride, m - i,
+                            width, add);
 }
 
-// out (m, n), rows of `stride` numbers, becomes a (m, d) times keys in tiles (any, d, TILE).
-void multiply_pairs(const float* a, const Bf16* tiles, float* out, int64_t m, int64_t n, int64_t d, int64_t stride) {
-    thread_local std::vector<uint32_t> room, paired;
-    const int64_t half = (d + 1) / 2;
-    const uint32_t* const rows = pair_rows(a, m, d, d, room);
-    paired.resize(half * TILE);
+// out (m, n), rows of `stride` numbers, becomes a (m, d) times keys in tiles of pairs (any, d / 2, TILE, 2).
+void multiply_tiles(const float* a, const Bf16* tiles, float* out, int64_t m, int64_t n, int64_t d, int64_t stride) {
+    thread_local std::vector<uint32_t> paired;
+    thread_local std::vector<float> wide;
+    const int64_t half = even(d) / 2;
+    const uint32_t* const rows = in_pairs ? pair_rows(a, m, d, d, paired) : nullptr;
     for (int64_t first = 0; first < n; first += TILE) {
-        const Bf16* const tile = tiles + first * d;
-        for (int64_t j = 0; j < half; j++)
-            pair_up(tile + 2 * j * TILE, 2 * j + 1 < d ? tile + (2 * j + 1) * TILE : nullptr, TILE, &paired[j * TILE]);
-        dot_tile<TOGETHER>(rows, half, paired.data(), half, out + first, stride, m, std::min(TILE, n - first), false);
+        const Bf16* const tile = tiles + first * even(d);
+        const int64_t width = std::min(TILE, n - first);
+        if (in_pairs)
+            dot_tile<TOGETHER>(rows, half, reinterpret_cast<const uint32_t*>(tile), TILE, half, out + first, stride, m,
+                               width, false);
+        else if (m > TOGETHER)
+            score_tile<TOGETHER>(a, widened({tile, TILE}, d, TILE, wide), out + first, m, width, d, stride);
+        else
+            score_tile<TOGETHER>(a, PairRows{tile, TILE}, out + first, m, width, d, stride);
     }
 }
 
-// Adds weights (m, n), rows of `stride` numbers, times values (n, d) to out (m, d).
-void add_pairs(const float* weights, int64_t stride, const Bf16* values, float* out, int64_t m, int64_t n, int64_t d) {
+// Adds weights (m, n), rows of `stride` numbers, times values in pairs (n / 2, d, 2) to out (m, d). If n is odd, what the
+// last value is paired with has the weight zero; like all that a cache holds, it is finite.
+void add_values(const float* weights, int64_t stride, const Bf16* values, float* out, int64_t m, int64_t n, int64_t d) {
     constexpr int64_t PART = 8 * TILE;  // values that stay in a processor's cache
-    thread_local std::vector<uint32_t> room, paired;
+    thread_local std::vector<uint32_t> paired, rest;
+    thread_local std::vector<float> wide;
     for (int64_t first = 0; first < n; first += PART) {
-        const int64_t count = std::min(PART, n - first), half = (count + 1) / 2;
-        const uint32_t* const rows = pair_rows(weights + first, m, count, stride, room);
-        paired.resize(half * TILE);
-        for (int64_t j = 0; j < d; j += TILE) {
-            const int64_t width = std::min(TILE, d - j);
-            for (int64_t t = 0; t < half; t++) {
-                const Bf16* const value = values + (first + 2 * t) * d + j;
-                pair_up(value, 2 * t + 1 < count ? value + d : nullptr, width, &paired[t * TILE]);
-            }
-            dot_tile<TOGETHER>(rows, half, paired.data(), half, out + j, d, m, width, true);
+        const int64_t count = std::min(PART, n - first), half = even(count) / 2;
+        const Bf16* const part = values + first * d;
+        if (!in_pairs) {
+            if (m > TOGETHER)
+                add_product(weights + first, 1, stride, widened({part, d}, count, d, wide), out, d, m, count, d);
+            else
+                add_product(weights + first, 1, stride, PairRows{part, d}, out, d, m, count, d);
+            continue;
         }
+        const uint32_t* const rows = pair_rows(weights + first, m, count, stride, paired);
+        const uint32_t* const pairs = reinterpret_cast<const uint32_t*>(part);
+        int64_t j = 0;
+        for (; j + TILE <= d; j += TILE)
+            dot_tile<TOGETHER>(rows, half, pairs + j, d, half, out + j, d, m, TILE, true);
+        if (j == d) continue;
+        rest.assign(half * TILE, 0);  // what is left is read in whole tiles, too
+        for (int64_t t = 0; t < half; t++)
+            std::memcpy(&rest[t * TILE], pairs + t * d + j, (d - j) * sizeof(uint32_t));
+        dot_tile<TOGETHER>(rows, half, rest.data(), TILE, half, out + j, d, m, d - j, true);
     }
 }
 

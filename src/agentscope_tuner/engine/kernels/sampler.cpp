@@ -14,36 +14,51 @@ namespace {
 constexpr int64_t ROWS = 128;  // of a product's input, that a thread goes through before the next weights
 
 // out (m, n), rows of `stride` numbers, becomes a (m, d) times keys in tiles (any, d, TILE).
-template <class T>
-void multiply_tiles(const float* a, const T* tiles, float* out, int64_t m, int64_t n, int64_t d, int64_t stride) {
-    if constexpr (HAS_PAIRS && std::is_same_v<T, Bf16>)
-        if (in_pairs) return multiply_pairs(a, tiles, out, m, n, d, stride);
-    thread_local std::vector<float> room;
-    for (int64_t first = 0; first < n; first += TILE) {
-        const T* const tile = tiles + first * d;
-        const int64_t width = std::min(TILE, n - first);
-        if (m > TOGETHER)
-            score_tile<TOGETHER>(a, floats(tile, d * TILE, room), out + first, m, width, d, stride);
-        else
-            score_tile<TOGETHER>(a, tile, out + first, m, width, d, stride);
-    }
+void multiply_tiles(const float* a, const float* tiles, float* out, int64_t m, int64_t n, int64_t d, int64_t stride) {
+    for (int64_t first = 0; first < n; first += TILE)
+        score_tile<TOGETHER>(a, Rows{tiles + first * d, TILE}, out + first, m, std::min(TILE, n - first), d, stride);
 }
 
 // Adds weights (m, n), rows of `stride` numbers, times values (n, d) to out (m, d).
-template <class T>
-void add_values(const float* weights, int64_t stride, const T* values, float* out, int64_t m, int64_t n, int64_t d) {
-    if constexpr (HAS_PAIRS && std::is_same_v<T, Bf16>)
-        if (in_pairs) return add_pairs(weights, stride, values, out, m, n, d);
-    add_product(weights, 1, stride, Rows<T>{values, d}, out, d, m, n, d);
+void add_values(const float* weights, int64_t stride, const float* values, float* out, int64_t m, int64_t n,
+                int64_t d) {
+    add_product(weights, 1, stride, Rows{values, d}, out, d, m, n, d);
 }
 
-// Keys in tiles (slots, kv_heads, capacity / TILE, d, TILE), values (slots, kv_heads, capacity, d).
+// How many numbers a product of so many reads.
+template <class T>
+int64_t whole(int64_t count) {
+    return std::is_same_v<T, Bf16> ? even(count) : count;
+}
+
+// Keys in tiles (slots, kv_heads, capacity / TILE, d, TILE), values (slots, kv_heads, capacity, d); in bfloat16 both in
+// pairs, of a key's numbers and of neighbouring values.
 template <class T>
 struct Cache {
     T *keys, *values;
     int64_t kv_heads, capacity, d;
 
     int64_t at(int64_t slot, int64_t head) const { return (slot * kv_heads + head) * capacity * d; }
+
+    void put_key(int64_t slot, int64_t head, int64_t token, const float* key) const {
+        T* const to = keys + at(slot, head) + token / TILE * TILE * d;
+        const int64_t within = token % TILE;
+        for (int64_t j = 0; j < d; j++)
+            if constexpr (std::is_same_v<T, Bf16>)
+                put(to + (j / 2 * TILE + within) * 2 + j % 2, key[j]);
+            else
+                put(to + j * TILE + within, key[j]);
+    }
+
+    template <class In>
+    void put_value(int64_t slot, int64_t head, int64_t token, const In* value) const {
+        T* const to = values + at(slot, head);
+        for (int64_t j = 0; j < d; j++)
+            if constexpr (std::is_same_v<T, Bf16>)
+                put(to + (token / 2 * d + j) * 2 + token % 2, number(value[j]));
+            else
+                put(to + token * d + j, number(value[j]));
+    }
 };
 
 // A prefix of `length` tokens that rows see first, laid out like a slot.
@@ -83,7 +98,7 @@ struct Attention {
         const Trunk trunk = trunk_of[first] < 0 ? Trunk{0, 0, 0} : trunks[trunk_of[first]];
         const int64_t tiled = (trunk.length + TILE - 1) / TILE * TILE;
         const T* const trunk_keys = reinterpret_cast<const T*>(trunk.keys) + head * tiled * d;
-        const T* const trunk_values = reinterpret_cast<const T*>(trunk.values) + head * trunk.length * d;
+        const T* const trunk_values = reinterpret_cast<const T*>(trunk.values) + head * whole<T>(trunk.length) * d;
         const int64_t width = trunk.length + *std::max_element(lengths + first, lengths + first + count);
         queries.resize(many * d);
         sums.assign(many * d, 0.0f);
@@ -169,14 +184,10 @@ struct Heads {
             if (head < heads) {
                 std::memcpy(q + head * d, turned.data(), d * sizeof(float));
             } else {
-                T* to = cache.keys + cache.at(slots[row], head - heads) + own[row] / TILE * TILE * d;
-                for (int64_t j = 0; j < d; j++) put(to + j * TILE + own[row] % TILE, turned[j]);
+                cache.put_key(slots[row], head - heads, own[row], turned.data());
             }
         }
-        for (int64_t head = 0; head < kv_heads; head++, from += d) {
-            T* to = cache.values + cache.at(slots[row], head) + own[row] * d;
-            for (int64_t j = 0; j < d; j++) put(to + j, number(from[j]));
-        }
+        for (int64_t head = 0; head < kv_heads; head++, from += d) cache.put_value(slots[row], head, own[row], from);
     }
 };
 
@@ -217,7 +228,7 @@ void multiply(const Linear<T>& linear, const T* x, T* out, int64_t rows) {
         for (int64_t work = 0; work < blocks * tiles; work++) {
             const int64_t row = work / tiles * ROWS, first = work % tiles * TILE;
             const int64_t m = std::min(ROWS, rows - row), n = std::min(TILE, outputs - first);
-            multiply_tiles(&wide[row * inputs], linear.tiles + first * inputs, product, m, n, inputs, TILE);
+            multiply_tiles(&wide[row * inputs], linear.tiles + first * whole<T>(inputs), product, m, n, inputs, TILE);
             for (int64_t i = 0; i < m; i++)
                 for (int64_t j = 0; j < n; j++)
                     put(out + (row + i) * outputs + first + j,
