@@ -173,7 +173,7 @@ class Prefix:
     """Keys and values of P tokens that sequences begin with, apart from the cache."""
 
     layers: list[tuple[Tensor, Tensor]]
-    """Keys as the cache keeps them, and values (K, P, d)."""
+    """Keys and values as the cache keeps them; values are (K, P, d), in pairs with an even P."""
     tokens: int
     """P."""
 
