@@ -15,7 +15,7 @@ import torch
 from engine_tools import load, start
 
 from agentscope_tuner.algorithms.distributions import draw_tokens
-from agentscope_tuner.engine import attention, decoder, native
+from agentscope_tuner.engine import attention, compiling, decoder, native
 from agentscope_tuner.engine.learner import _EntryColumns, token_logprobs
 from agentscope_tuner.engine.native import native_kernels
 from agentscope_tuner.policy import Sample, SamplingParams
@@ -88,8 +88,8 @@ def test_every_way_of_attention_samples_the_same(
 
 def test_kernels_are_built_once(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = []
-    monkeypatch.setattr(native, "_run", lambda command, **k: runs.append(command) or _run(command, **k))
-    sources = len([*native.KERNELS.glob("*.cpp")])
+    monkeypatch.setattr(compiling, "_run", lambda command, **k: runs.append(command) or _run(command, **k))
+    sources = len([*compiling.KERNELS.glob("*.cpp")])
     assert native_kernels() is not None
     assert sum("-c" in command for command in runs) == sources
     assert [path.suffix for path in fresh.iterdir()] == [".so"]
@@ -98,7 +98,7 @@ def test_kernels_are_built_once(fresh: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert sum("-c" in command for command in runs) == sources
 
 
-_run = native._run
+_run = compiling._run
 
 
 @pytest.mark.parametrize("broken", ["absent", "refuses", "hangs"])
@@ -117,13 +117,13 @@ def test_without_a_compiler_everything_works(
         library.unlink()
     if broken == "absent":
         monkeypatch.delenv("CXX", raising=False)
-        monkeypatch.setattr(native.shutil, "which", lambda _: None)
+        monkeypatch.setattr(compiling.shutil, "which", lambda _: None)
     elif broken == "refuses":
         monkeypatch.setenv("CXX", compiler(tmp_path / "cxx", "echo 'error: no' >&2; exit 1"))
     else:
         monkeypatch.setenv("CXX", compiler(tmp_path / "cxx", "exec sleep 60"))
         run = subprocess.run
-        monkeypatch.setattr(native.subprocess, "run", lambda *a, **k: run(*a, **{**k, "timeout": 0.2}))
+        monkeypatch.setattr(compiling.subprocess, "run", lambda *a, **k: run(*a, **{**k, "timeout": 0.2}))
     assert native_kernels() is None
     assert difference(sampled(tiny_model_dir, prompts[:4]), expected) < 1e-5
     assert capfd.readouterr() == ("", "")
@@ -151,12 +151,12 @@ def test_gates_of_any_size(fresh: Path) -> None:
 
 
 def test_a_library_that_computes_something_else_is_not_used(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = shutil.copytree(native.KERNELS, fresh.parent / "kernels")
+    wrong = shutil.copytree(compiling.KERNELS, fresh.parent / "kernels")
     source = wrong / "common.h"
     right = source.read_text()
     source.write_text(right.replace("const float scale = 1 / sum;", "const float scale = 2 / sum;"))
     assert source.read_text() != right
-    monkeypatch.setattr(native, "KERNELS", wrong)
+    monkeypatch.setattr(compiling, "KERNELS", wrong)
     assert native_kernels() is None
 
 

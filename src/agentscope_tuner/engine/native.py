@@ -1,29 +1,22 @@
-"""Compiled kernels: built once with the machine's own compiler, checked, and done without where that fails."""
+"""Compiled kernels, as PyTorch calls them: checked at start, and done without where they are not right."""
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import os
-import shlex
-import shutil
 import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from agentscope_tuner.engine.compiling import compile_kernels
+
 TILE = 32
 """Keys of so many tokens lie side by side in the cache, number by number."""
-KERNELS = Path(__file__).with_name("kernels")
-_COMPILE = ["-c", "-fPIC", "-O3", "-march=native", "-ffast-math", "-fopenmp"]
 _TOLERANCE = 1e-5
 _PIECE = 64
 """Most rows that one thread takes through a layer at once."""
@@ -379,57 +372,13 @@ def _addresses(*tensors: Tensor) -> Iterator[int]:
 def native_kernels() -> NativeKernels | None:
     """The kernels; None where they cannot be built, or do not compute what they should."""
     try:
-        kernels = NativeKernels(ctypes.CDLL(str(_build())))
+        kernels = NativeKernels(ctypes.CDLL(str(compile_kernels())))
     except (OSError, subprocess.SubprocessError, AttributeError, RuntimeError):
         return None
     if not _agrees(kernels):
         return None
     kernels.in_pairs = _gains_by_pairs(kernels)
     return kernels
-
-
-def _build() -> Path:
-    """Compile into the user's cache; what is there already is used.
-
-    Raises:
-        OSError: there is no compiler, or no place to write.
-        RuntimeError: nobody knows the user's home.
-        subprocess.SubprocessError: it refuses the source.
-    """
-    compiler = shlex.split(os.environ.get("CXX", "")) or [shutil.which("g++") or ""]
-    if not sys.platform.startswith("linux") or not compiler[0]:
-        raise OSError("no C++ compiler")
-    # The machine's flags are part of the name: a home folder may be shared by different machines. So is what is linked,
-    # which differs between builds of PyTorch.
-    target = _run([*compiler, "-march=native", "-E", "-v", "-", "-o", os.devnull], also_stderr=True)
-    text = b"".join(source.read_bytes() for source in sorted(KERNELS.iterdir()))
-    options = " ".join([*_COMPILE, *(Path(part).name for part in _openmp())])
-    name = hashlib.sha256(text + target + options.encode()).hexdigest()[:16]
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "agentscope-tuner"
-    library = folder / f"native-{name}.so"
-    if not library.exists():
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            compiled = [Path(scratch) / f"{source.stem}.o" for source in sorted(KERNELS.glob("*.cpp"))]
-            for part in compiled:
-                _run([*compiler, *_COMPILE, str(KERNELS / f"{part.stem}.cpp"), "-o", str(part)])
-            # Linked apart: with `-ffast-math` a linker would switch off denormal numbers in the whole process.
-            linked = Path(scratch) / "native.so"
-            _run([*compiler, "-shared", *map(str, compiled), *_openmp(), "-o", str(linked)])
-            linked.replace(library)
-    return library
-
-
-def _openmp() -> list[str]:
-    """PyTorch's own OpenMP library: with a second one, two teams of threads would wait for each other's cores."""
-    package = Path(torch.__file__).parent
-    found = [*package.glob("lib/libgomp*"), *package.parent.glob("torch.libs/libgomp*")]
-    return [str(found[0])] if found else ["-fopenmp"]
-
-
-def _run(command: Sequence[str], *, also_stderr: bool = False) -> bytes:
-    done = subprocess.run(command, check=True, capture_output=True, stdin=subprocess.DEVNULL, timeout=120)
-    return done.stdout + (done.stderr if also_stderr else b"")
 
 
 def _agrees(kernels: NativeKernels) -> bool:

@@ -25,9 +25,11 @@ constexpr bool HAS_PAIRS = false;
 inline Lanes dot(Lanes sum, Words, Words) { return sum; }
 #endif
 
+inline int64_t even(int64_t count) { return count + count % 2; }
+
 // Rows (m, d) of floats, `stride` apart, rounded: pairs (m, (d + 1) / 2), the last one filled up with zero.
 const uint32_t* pair_rows(const float* rows, int64_t m, int64_t d, int64_t stride, std::vector<uint32_t>& room) {
-    const int64_t half = (d + 1) / 2;
+    const int64_t half = even(d) / 2;
     room.resize(m * half);
     for (int64_t i = 0; i < m; i++) {
         Bf16* const to = reinterpret_cast<Bf16*>(&room[i * half]);
@@ -45,8 +47,6 @@ const uint32_t* pair_rows(const float* rows, int64_t m, int64_t d, int64_t strid
     return room.data();
 }
 
-inline int64_t even(int64_t count) { return count + count % 2; }
-
 // Rows of a matrix in pairs, `stride` pairs apart.
 struct PairRows {
     const Bf16* start;
@@ -60,7 +60,7 @@ struct PairRows {
     PairRows from(int64_t row) const { return {pairs(row), stride}; }  // an even one
 };
 
-// The same as floats: of what is read more than once, this is faster.
+// The same rows as floats: of what is read more than once, this is faster.
 Rows widened(PairRows rows, int64_t count, int64_t width, std::vector<float>& room) {
     room.resize(count * width);
     for (int64_t row = 0; row < count; row++) {
