@@ -159,6 +159,22 @@ def test_pairs_are_used_where_they_are_right_and_faster(monkeypatch: pytest.Monk
     assert not native._gains_by_pairs(processor)
 
 
+def test_kernels_that_are_far_too_slow_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled, attend = native_kernels(), NativeKernels.attend
+    assert compiled is not None
+
+    def slowly(*args: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.05)
+        return attend(*args)
+
+    monkeypatch.setattr(NativeKernels, "attend", slowly)
+    native_kernels.cache_clear()
+    assert native_kernels() is None
+    monkeypatch.undo()
+    native_kernels.cache_clear()
+    assert native_kernels() is not None
+
+
 @pytest.mark.parametrize("at_once", [2**22, 100])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_layers_in_bfloat16_that_compute_in_float32(
@@ -187,14 +203,13 @@ def test_layers_in_bfloat16_that_compute_in_float32(
 
 
 def test_the_slower_precision_is_found_by_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
-    linear = torch.nn.functional.linear
     for slow in (torch.bfloat16, torch.float32):
 
-        def slowly(a: torch.Tensor, b: torch.Tensor, slow: torch.dtype = slow) -> torch.Tensor:
+        def linear(a: torch.Tensor, b: torch.Tensor, slow: torch.dtype = slow) -> torch.Tensor:
             time.sleep(0.02 * (a.dtype == slow))
-            return linear(a, b)
+            return torch.zeros(len(a), len(b))
 
-        monkeypatch.setattr(torch.nn.functional, "linear", slowly)
+        monkeypatch.setattr(torch.nn.functional, "linear", linear)
         products.bfloat16_is_slow.cache_clear()
         assert products.bfloat16_is_slow() == (slow == torch.bfloat16)
     products.bfloat16_is_slow.cache_clear()

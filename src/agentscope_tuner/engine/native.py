@@ -18,6 +18,8 @@ from agentscope_tuner.engine.compiling import compile_kernels
 TILE = 32
 """Keys of so many tokens lie side by side in the cache, number by number."""
 _TOLERANCE = 1e-5
+_MUCH_SLOWER = 3
+"""Times as long as PyTorch; machines are noisy."""
 _PIECE = 64
 """Most rows that one thread takes through a layer at once."""
 
@@ -370,12 +372,12 @@ def _addresses(*tensors: Tensor) -> Iterator[int]:
 
 @cache
 def native_kernels() -> NativeKernels | None:
-    """The kernels; None where they cannot be built, or do not compute what they should."""
+    """The kernels; None where they cannot be built, do not compute what they should, or take longer than PyTorch."""
     try:
         kernels = NativeKernels(ctypes.CDLL(str(compile_kernels())))
     except (OSError, subprocess.SubprocessError, AttributeError, RuntimeError):
         return None
-    if not _agrees(kernels):
+    if not (_agrees(kernels) and _keeps_up(kernels)):
         return None
     kernels.in_pairs = _gains_by_pairs(kernels)
     return kernels
@@ -423,6 +425,25 @@ def _agrees_on_linear_layers(kernels: NativeKernels, draw: Callable[..., Tensor]
     return torch.allclose(kernels.linear(x, weight_tiles(weight), bias, 33).float(), expected, rtol=1e-2, atol=1e-4)
 
 
+def _keeps_up(kernels: NativeKernels) -> bool:
+    """Whether attention over a cache is as fast as it should be.
+
+    Even where nothing is gained by reading keys where they lie, as here, it takes no longer than PyTorch's; many times
+    as long it takes where a compiler does not know how to use the processor's registers.
+    """
+    rows, kv_heads, group, tokens, d = 16, 2, 4, 256, 64
+    q = torch.ones(rows, kv_heads * group, d)
+    keys, values = (torch.ones(rows, kv_heads, tokens, d) for _ in "kv")
+    tiles, slots, lengths = to_tiles(keys), torch.arange(rows), torch.full((rows,), tokens)
+    trunks, trunk_of = torch.empty(0, 3, dtype=torch.int64), torch.full((rows,), -1)
+
+    def plainly() -> None:
+        torch.softmax(q.view(rows, kv_heads, group, d) @ keys.transpose(2, 3), -1) @ values
+
+    ours, theirs = _shortest(lambda: kernels.attend(q, tiles, values, slots, lengths, trunks, trunk_of), plainly)
+    return ours < _MUCH_SLOWER * theirs
+
+
 def _gains_by_pairs(kernels: NativeKernels) -> bool:
     """Whether products of bfloat16 are right when computed in pairs, and faster than in float32."""
     kernels.in_pairs = True
@@ -430,13 +451,24 @@ def _gains_by_pairs(kernels: NativeKernels) -> bool:
         return False
     rows, inputs, outputs = 64, 512, 1024
     x, tiles = torch.ones(rows, inputs).bfloat16(), weight_tiles(torch.ones(outputs, inputs).bfloat16())
-    taken: dict[bool, list[float]] = {False: [], True: []}
+
+    def multiply(in_pairs: bool) -> None:
+        kernels.in_pairs = in_pairs
+        kernels.linear(x, tiles, None, outputs)
+
+    by_pairs, one_by_one = _shortest(lambda: multiply(True), lambda: multiply(False))
+    return by_pairs < one_by_one
+
+
+def _shortest(*ways: Callable[[], object]) -> list[float]:
+    """The shortest of several times that each way took, in turn."""
+    taken = [float("inf")] * len(ways)
     for _ in range(8):  # the first ones prepare
-        for kernels.in_pairs, times in taken.items():
+        for number, way in enumerate(ways):
             begun = time.perf_counter()
-            kernels.linear(x, tiles, None, outputs)
-            times.append(time.perf_counter() - begun)
-    return min(taken[True]) < min(taken[False])
+            way()
+            taken[number] = min(taken[number], time.perf_counter() - begun)
+    return taken
 
 
 @torch.enable_grad()

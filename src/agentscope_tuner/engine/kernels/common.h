@@ -14,17 +14,23 @@
 
 namespace {
 
-// Registers of the machine, however wide they are; aligned as single numbers, so that any address will do.
-typedef float Lanes __attribute__((vector_size(64), aligned(4)));
-typedef uint32_t Words __attribute__((vector_size(64), aligned(4)));
-constexpr int64_t LANES = 16;
-constexpr int64_t TILE = 2 * LANES;  // keys or values that are read together
-constexpr int64_t BLOCK = 96;        // about so many queries read them together
-#ifdef __AVX512F__
+// Registers of the machine, and no wider than those: a compiler splits wider ones by way of memory, which can take fifty
+// times as long. They are aligned as single numbers, so that any address will do.
+#if defined(__AVX512F__)
+constexpr int LANES = 16;
 constexpr int TOGETHER = 8;  // rows that are computed at once: as many as there are registers for
+#elif defined(__AVX__)
+constexpr int LANES = 8;
+constexpr int TOGETHER = 3;
 #else
-constexpr int TOGETHER = 2;
+constexpr int LANES = 4;
+constexpr int TOGETHER = 1;
 #endif
+typedef float Lanes __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef uint32_t Words __attribute__((vector_size(4 * LANES), aligned(4)));
+constexpr int64_t TILE = 32;          // keys or values that are read together
+constexpr int PARTS = TILE / LANES;   // registers that these take
+constexpr int64_t BLOCK = 96;         // about so many queries read them together
 
 struct Bf16 {
     uint16_t bits;
@@ -57,28 +63,27 @@ struct Rows {
     Rows from(int64_t row) const { return {(*this)[row], stride}; }
 };
 
+// Writes the first `width` numbers of a row that was summed in registers.
+inline void store_row(float* to, const Lanes (&sums)[PARTS], int64_t width) {
+    if (width == TILE) {
+        for (int p = 0; p < PARTS; p++) store(to + p * LANES, sums[p]);
+    } else {
+        float whole[TILE];
+        for (int p = 0; p < PARTS; p++) store(whole + p * LANES, sums[p]);
+        std::memcpy(to, whole, width * sizeof(float));
+    }
+}
+
 // out (N, width) becomes a (N, d) times a tile of keys (d, TILE).
 template <int N, class B>
 void score_rows(const float* a, B tile, float* out, int64_t width, int64_t d, int64_t stride) {
-    Lanes low[N] = {}, high[N] = {};
-    for (int64_t j = 0; j < d; j++) {
-        const Lanes first = tile.lanes(j, 0), second = tile.lanes(j, LANES);
-        for (int r = 0; r < N; r++) {
-            low[r] += a[r * d + j] * first;
-            high[r] += a[r * d + j] * second;
+    Lanes sums[N][PARTS] = {};
+    for (int64_t j = 0; j < d; j++)
+        for (int p = 0; p < PARTS; p++) {
+            const Lanes part = tile.lanes(j, p * LANES);
+            for (int r = 0; r < N; r++) sums[r][p] += a[r * d + j] * part;
         }
-    }
-    for (int r = 0; r < N; r++) {
-        if (width == TILE) {
-            store(out + r * stride, low[r]);
-            store(out + r * stride + LANES, high[r]);
-        } else {
-            float whole[TILE];
-            store(whole, low[r]);
-            store(whole + LANES, high[r]);
-            std::memcpy(out + r * stride, whole, width * sizeof(float));
-        }
-    }
+    for (int r = 0; r < N; r++) store_row(out + r * stride, sums[r], width);
 }
 
 // The same for m rows, at most N at once; each is computed alike, whoever its neighbours are.
@@ -95,22 +100,15 @@ void add_rows(const float* weights, int64_t across, int64_t down, B b, float* ou
               int64_t d) {
     int64_t j = 0;
     for (; j + TILE <= d; j += TILE) {
-        Lanes low[N], high[N];
-        for (int r = 0; r < N; r++) {
-            low[r] = load(out + r * out_stride + j);
-            high[r] = load(out + r * out_stride + j + LANES);
-        }
-        for (int64_t t = 0; t < n; t++) {
-            const Lanes first = b.lanes(t, j), second = b.lanes(t, j + LANES);
-            for (int r = 0; r < N; r++) {
-                low[r] += weights[r * down + t * across] * first;
-                high[r] += weights[r * down + t * across] * second;
+        Lanes sums[N][PARTS];
+        for (int r = 0; r < N; r++)
+            for (int p = 0; p < PARTS; p++) sums[r][p] = load(out + r * out_stride + j + p * LANES);
+        for (int64_t t = 0; t < n; t++)
+            for (int p = 0; p < PARTS; p++) {
+                const Lanes part = b.lanes(t, j + p * LANES);
+                for (int r = 0; r < N; r++) sums[r][p] += weights[r * down + t * across] * part;
             }
-        }
-        for (int r = 0; r < N; r++) {
-            store(out + r * out_stride + j, low[r]);
-            store(out + r * out_stride + j + LANES, high[r]);
-        }
+        for (int r = 0; r < N; r++) store_row(out + r * out_stride + j, sums[r], TILE);
     }
     for (int r = 0; r < N; r++)
         for (int64_t t = 0; t < n; t++)

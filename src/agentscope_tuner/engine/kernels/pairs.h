@@ -76,26 +76,23 @@ Rows widened(PairRows rows, int64_t count, int64_t width, std::vector<float>& ro
 template <int N>
 void dot_rows(const uint32_t* a, int64_t a_stride, const uint32_t* tile, int64_t stride, int64_t count, float* out,
               int64_t out_stride, int64_t width, bool add) {
-    Lanes low[N] = {}, high[N] = {};
-    for (int64_t j = 0; j < count; j++) {
-        const Words first = *reinterpret_cast<const Words*>(tile + j * stride);
-        const Words second = *reinterpret_cast<const Words*>(tile + j * stride + LANES);
-        for (int r = 0; r < N; r++) {
-            const Words both = Words{} + a[r * a_stride + j];
-            low[r] = dot(low[r], both, first);
-            high[r] = dot(high[r], both, second);
+    Lanes sums[N][PARTS] = {};
+    if (add && width == TILE)
+        for (int r = 0; r < N; r++)
+            for (int p = 0; p < PARTS; p++) sums[r][p] = load(out + r * out_stride + p * LANES);
+    for (int64_t j = 0; j < count; j++)
+        for (int p = 0; p < PARTS; p++) {
+            const Words part = *reinterpret_cast<const Words*>(tile + j * stride + p * LANES);
+            for (int r = 0; r < N; r++) sums[r][p] = dot(sums[r][p], Words{} + a[r * a_stride + j], part);
         }
-    }
     for (int r = 0; r < N; r++) {
         float* const to = out + r * out_stride;
-        if (width == TILE) {
-            store(to, add ? load(to) + low[r] : low[r]);
-            store(to + LANES, add ? load(to + LANES) + high[r] : high[r]);
-        } else {
+        if (add && width < TILE) {
             float whole[TILE];
-            store(whole, low[r]);
-            store(whole + LANES, high[r]);
-            for (int64_t j = 0; j < width; j++) to[j] = add ? to[j] + whole[j] : whole[j];
+            store_row(whole, sums[r], TILE);
+            for (int64_t j = 0; j < width; j++) to[j] += whole[j];
+        } else {
+            store_row(to, sums[r], width);
         }
     }
 }
