@@ -36,6 +36,7 @@ from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 from agentscope_tuner.algorithms import Datum
 from agentscope_tuner.config import EngineConfig, TunerModelConfig
 from agentscope_tuner.engine.models import LoadedModel, load_model, model_directory
+from agentscope_tuner.engine.products import OneDnnProducts, PlainProducts, Products
 from agentscope_tuner.types import ModelCall
 
 ROOT = Path(__file__).parents[1]
@@ -348,13 +349,18 @@ class Stopwatch:
 def matmul_rate(dtype: str) -> float:
     """GFLOP/s of a large matrix product, the best of several: what nothing here can exceed."""
     a, b = (torch.randn(2048, 2048, dtype=getattr(torch, dtype)) for _ in "ab")
+    ways: list[Products] = [OneDnnProducts(2048), PlainProducts()]
     best = float("inf")
     with torch.inference_mode():
-        packed = torch.ops.mkldnn._reorder_linear_weight(b, 2048)
-        for _ in range(9):
-            begun = time.perf_counter()
-            torch.ops.mkldnn._linear_pointwise(a, packed, None, "none", [], "")
-            best = min(best, time.perf_counter() - begun)
+        for products in ways:
+            try:
+                packed = products.pack(b)
+            except RuntimeError:  # oneDNN has no bfloat16 on this processor
+                continue
+            for _ in range(9):
+                begun = time.perf_counter()
+                products.linear(a, packed, None, 2048)
+                best = min(best, time.perf_counter() - begun)
     return 2 * 2048**3 / best / 1e9
 
 
@@ -365,6 +371,7 @@ def machine() -> dict[str, Any]:
     names = [line.partition(":")[2].strip() for line in info.splitlines() if line.startswith("model name")]
     return {
         "processor": names[0] if names else platform.processor(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
         "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9),
         "python": platform.python_version(),
@@ -376,19 +383,28 @@ def machine() -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------------- results
 
 
+_SAME_MACHINE = ("processor", "instructions", "threads", "memory_gb", "torch")
+
+
+def read_results(name: str) -> list[dict[str, Any]]:
+    """What is on record of a benchmark: `machine` and `rows` of each machine, the first one measured first."""
+    path = RESULTS / f"{name}.json"
+    found: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
+    return found
+
+
 def write_results(name: str, measured: Iterable[dict[str, Any]], key: Sequence[str] = ()) -> None:
     """Print rows and keep them as JSON, each as soon as it is measured; print a Markdown table of them all.
 
-    Where `key` says what tells rows apart, those of earlier runs on this machine stay until they are measured again:
-    the largest models take an hour.
+    Every machine has its own. Where `key` says what tells rows apart, those of earlier runs on this one stay until they
+    are measured again: the largest models take an hour.
     """
-    path = RESULTS / f"{name}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    rows: list[dict[str, Any]] = []
-    if key and path.exists():
-        before = json.loads(path.read_text())
-        if all(before["machine"][one] == machine()[one] for one in ("processor", "threads", "memory_gb", "torch")):
-            rows = before["rows"]
+    known = read_results(name)
+    mine = next((one for one in known if all(one["machine"][same] == machine()[same] for same in _SAME_MACHINE)), None)
+    rows: list[dict[str, Any]] = mine["rows"] if mine and key else []
+    if mine is None:
+        known.append(mine := {})
+    mine |= {"machine": machine(), "rows": rows}
     for row in measured:
         print(row, flush=True)
         same = [i for i, other in enumerate(rows) if key and all(other.get(one) == row[one] for one in key)]
@@ -396,7 +412,7 @@ def write_results(name: str, measured: Iterable[dict[str, Any]], key: Sequence[s
             rows[same[0]] = row
         else:
             rows.append(row)
-        path.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=2) + "\n")
+        (RESULTS / f"{name}.json").write_text(json.dumps(known, indent=2) + "\n")
     print(table(rows), flush=True)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ import multi_turn
 import overhead
 import rollout
 import scaling
-from common import RESULTS, table
+from common import RESULTS, read_results, table
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -78,24 +77,23 @@ def main() -> None:
     parts = [
         "# Performance\n\nEvery section is what one command of `benchmarks/` measured, in its own words; `make bench` "
         "runs them all. Models are Qwen2-shaped with random weights: S, M and L have 2, 57 and 494 million parameters. "
-        "What is not in a table was not measured on this machine.\n"
+        "Of several machines, the picture shows the first; what is not in a table was not measured there.\n"
     ]
     for title, module in BENCHMARKS.items():
         name = module.__name__
-        path = RESULTS / f"{name}.json"
-        if not path.exists():
+        if not (measured := read_results(name)):
             continue
-        content = json.loads(path.read_text())
-        draw(name, content["rows"])
+        draw(name, measured[0]["rows"])
         about = (module.__doc__ or "").partition("\n\n")
         parts.append(f"## {title}\n\n{about[0]}\n\n{about[2].strip()}\n\n![{title}]({name}.png)\n")
-        parts.append(table(content["rows"]) + "\n")
-        host = content["machine"]
-        peaks = ", ".join(f"{rate} GFLOP/s in {dtype}" for dtype, rate in host["matmul_gflops"].items())
-        parts.append(
-            f"Measured on {host['threads']} threads of {host['processor']}, {host['memory_gb']} GB, torch "
-            f"{host['torch']}; a large matrix product reaches {peaks}.\n"
-        )
+        for one in measured:
+            host = one["machine"]
+            peaks = ", ".join(f"{rate} GFLOP/s in {dtype}" for dtype, rate in host["matmul_gflops"].items())
+            parts.append(
+                f"Measured on {host['threads']} threads of {host['processor']} with {host['instructions']}, "
+                f"{host['memory_gb']} GB, torch {host['torch']}; a large matrix product reaches {peaks}:\n"
+            )
+            parts.append(table(one["rows"]) + "\n")
     (RESULTS / "index.md").write_text("\n".join(parts))
 
 
