@@ -8,13 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from engine_tools import load, play, start
 
 from agentscope_tuner.config import LoraConfig
 from agentscope_tuner.engine import drafts as drafts_module
-from agentscope_tuner.engine.drafts import Drafts
+from agentscope_tuner.engine.drafts import CONTEXT, Drafts
 from agentscope_tuner.engine.native import native_kernels
 from agentscope_tuner.engine.sampler import Sampler
 from agentscope_tuner.policy import Sample, SamplingParams
@@ -34,18 +35,41 @@ class Oracle(Drafts):
     """Knows what will be drawn, and is wrong now and then."""
 
     def __init__(self, calls: Sequence[ModelCall], wrong: float) -> None:
-        super().__init__()
+        kernels = native_kernels()
+        assert kernels is not None
+        super().__init__(kernels)
         self._rng = random.Random(0)
         self._wrong = wrong
         self._known = {
-            (*call.prompt_ids[-6:], *call.completion_ids[:n])[-6:]: call.completion_ids[n:]
+            (*call.prompt_ids[-3:], *call.completion_ids[:n])[-3:]: call.completion_ids[n:]
             for call in calls
             for n in range(len(call.completion_ids))
         }
 
-    def guess(self, ids: Sequence[int], most: int) -> list[int]:
-        coming = self._known.get(tuple(ids[-6:]), [])[:most]
-        return [3 if self._rng.random() < self._wrong else token for token in coming]
+    def guess(self, tokens: np.ndarray, starts: np.ndarray, most: np.ndarray) -> np.ndarray:
+        flat, counts = tokens.reshape(-1), []
+        for at, n in zip((starts + CONTEXT).tolist(), most.tolist(), strict=True):
+            coming = self._known.get(tuple(flat[at - CONTEXT : at].tolist()), [])[:n]
+            flat[at : at + len(coming)] = [3 if self._rng.random() < self._wrong else token for token in coming]
+            counts.append(len(coming))
+        return np.array(counts)
+
+
+def table() -> Drafts:
+    kernels = native_kernels()
+    assert kernels is not None
+    return Drafts(kernels)
+
+
+def learn(drafts: Drafts, *tokens: int) -> None:
+    drafts.learn(np.array(tokens))
+
+
+def guesses(drafts: Drafts, ids: Sequence[int], most: int) -> list[int]:
+    """Those for a single sequence."""
+    tokens = np.array([*ids[-CONTEXT:], *range(most)])
+    (count,) = drafts.guess(tokens, np.array([0]), np.array([most]))
+    return tokens[CONTEXT : CONTEXT + count].tolist()
 
 
 def steps_of(sampler: Sampler, monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -53,9 +77,9 @@ def steps_of(sampler: Sampler, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     steps: list[int] = []
     runner, hidden = sampler._runner, sampler._runner.hidden
 
-    def noted(spans: list[Any], **options: bool) -> Any:
-        steps.append(sum(tokens for _, _, tokens in spans))
-        return hidden(spans, **options)
+    def noted(work: Any) -> Any:
+        steps.append(int(work.wanted.sum()))
+        return hidden(work)
 
     monkeypatch.setattr(runner, "hidden", noted)
     return steps
@@ -71,7 +95,7 @@ def test_tokens_and_log_probabilities_stay_what_they_are(
     plain_steps = steps_of(plain, monkeypatch)
     expected = play(loaded, plain)
     guessing = start(loaded, max_slots=8)
-    guessing._drafts = Oracle(expected, wrong)
+    guessing._completions._drafts = Oracle(expected, wrong)
     steps = steps_of(guessing, monkeypatch)
     got = play(loaded, guessing)
     assert [call.completion_ids for call in got] == [call.completion_ids for call in expected]
@@ -93,7 +117,7 @@ def test_adapters_and_their_guesses(tiny_model_dir: Path) -> None:
             torch.nn.init.normal_(parameter, std=0.05, generator=torch.Generator().manual_seed(len(name)))
     expected = play(loaded, start(loaded, draft_tokens=0), adapters=adapters)
     guessing = start(loaded)
-    guessing._drafts = Oracle(expected, 0.3)
+    guessing._completions._drafts = Oracle(expected, 0.3)
     got = play(loaded, guessing, adapters=adapters)
     assert [call.completion_ids for call in got] == [call.completion_ids for call in expected]
 
@@ -132,7 +156,7 @@ def test_ends_inside_a_guess(tiny_model_dir: Path) -> None:
     (call, *_) = play(loaded, start(loaded, draft_tokens=0), episodes=1, turns=1, tokens=30, mixed_params=False)
     for limit in (1, 2, 7):
         sampler = start(loaded)
-        sampler._drafts = Oracle([call], 0.0)
+        sampler._completions._drafts = Oracle([call], 0.0)
         heard: list[int] = []
         params = SamplingParams(max_tokens=limit, seed=0)
         sample = asyncio.run(sampler.sample(call.prompt_ids, params, episode_id="e", on_token=heard.append))
@@ -140,7 +164,7 @@ def test_ends_inside_a_guess(tiny_model_dir: Path) -> None:
         assert len(sample.logprobs) == limit
     stop = loaded.tokenizer.decode(call.completion_ids[3:5])
     sampler = start(loaded)
-    sampler._drafts = Oracle([call], 0.0)
+    sampler._completions._drafts = Oracle([call], 0.0)
     params = SamplingParams(max_tokens=30, seed=0, stop=(stop,))
     sample = asyncio.run(sampler.sample(call.prompt_ids, params, episode_id="e"))
     assert sample.finish_reason == "stop"
@@ -148,40 +172,62 @@ def test_ends_inside_a_guess(tiny_model_dir: Path) -> None:
     assert len(sample.token_ids) <= 5
 
 
+@compiled
 def test_a_table_of_successors() -> None:
-    drafts = Drafts()
-    drafts.learn([1, 2, 3], [4, 5, 6])
-    assert drafts.guess([1, 2, 3], 9) == []  # seen once is not sure
-    drafts.learn([9, 1, 2, 3], [4, 5, 6])
-    assert drafts.guess([1, 2, 3], 9) == [4, 5, 6]
-    assert drafts.guess([1, 2, 3], 2) == [4, 5]
-    assert drafts.guess([2, 3], 9) == []
+    drafts = table()
+    learn(drafts, 1, 2, 3, 4, 5, 6)
+    assert guesses(drafts, [1, 2, 3], 9) == []  # seen once is not sure
+    learn(drafts, 1, 2, 3, 4, 5, 6)
+    assert guesses(drafts, [1, 2, 3], 9) == [4, 5, 6]
+    assert guesses(drafts, [1, 2, 3], 2) == [4, 5]
+    assert guesses(drafts, [1, 2, 3], 0) == []
+    assert guesses(drafts, [7, 2, 3], 9) == []
     for _ in range(3):
-        drafts.learn([1, 2, 3], [7])
-    assert drafts.guess([1, 2, 3], 1) == [7]
+        learn(drafts, 1, 2, 3, 7)
+    assert guesses(drafts, [1, 2, 3], 1) == [7]
+    learn(drafts, 1, 2)
 
 
+@compiled
+def test_many_sequences_are_guessed_at_once() -> None:
+    drafts = table()
+    for _ in range(2):
+        learn(drafts, 1, 2, 3, 4, 5)
+        learn(drafts, 2**20, 8, 9, 151_000, 6, 5, 4)
+    rows = np.zeros((4, 9), np.int64)
+    rows[:, 1:4] = [[2**20, 8, 9], [3, 3, 3], [1, 2, 3], [1, 2, 3]]
+    counts = drafts.guess(rows, np.arange(4) * 9 + 1, np.array([3, 3, 3, 1]))
+    assert counts.tolist() == [3, 0, 2, 1]
+    assert rows[:, 4:7].tolist() == [[151_000, 6, 5], [0, 0, 0], [4, 5, 0], [4, 0, 0]]
+
+
+@compiled
 def test_what_varies_is_not_guessed() -> None:
-    drafts = Drafts()
+    drafts = table()
     for i in range(100):
-        drafts.learn([1, 2, 3], [10 + i % 2])
-    assert drafts.guess([1, 2, 3], 1) == []
+        learn(drafts, 1, 2, 3, 10 + i % 2)
+    assert guesses(drafts, [1, 2, 3], 1) == []
 
 
-def test_the_table_does_not_grow_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drafts_module, "_MOST_CONTEXTS", 50)
-    drafts = Drafts()
-    for i in range(100):
-        drafts.learn([1, 2, 3], range(10 * i, 10 * i + 10))
-        assert len(drafts._next) <= 60
-    drafts.learn([1, 2, 3], [4])
-    drafts.learn([1, 2, 3], [4])
-    assert drafts.guess([1, 2, 3], 1) == [4]
+@compiled
+def test_a_full_table_keeps_what_is_said_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drafts_module, "_TABLE_BITS", 3)
+    drafts = table()
+    for i in range(200):
+        for _ in range(2):
+            learn(drafts, 1, 2, 3, 4)
+        learn(drafts, *range(10 * i, 10 * i + 5))
+    assert guesses(drafts, [1, 2, 3], 1) == [4]
+    assert len(drafts._table) == 8
 
 
+@compiled
 def test_new_weights_start_an_empty_table(tiny_model_dir: Path) -> None:
     sampler = start(load(tiny_model_dir))
-    sampler._drafts.learn([1, 2, 3], [4])
-    sampler._drafts.learn([1, 2, 3], [4])
+    drafts = sampler._drafts
+    assert drafts is not None
+    for _ in range(2):
+        learn(drafts, 1, 2, 3, 4)
+    assert guesses(drafts, [1, 2, 3], 1) == [4]
     sampler.weights_changed(1)
-    assert sampler._drafts.guess([1, 2, 3], 1) == []
+    assert guesses(drafts, [1, 2, 3], 1) == []

@@ -33,12 +33,13 @@ from agentscope_tuner.algorithms.losses import policy_loss
 from agentscope_tuner.config import AlgorithmConfig, EngineConfig, LoraConfig, TunerModelConfig
 from agentscope_tuner.engine import decoder, model_runner, products
 from agentscope_tuner.engine.attention import KVCache, PrefixStack, SlotGroup, SlotLayout
+from agentscope_tuner.engine.completions import _Streams
 from agentscope_tuner.engine.decoder import FusedDecoder, ModuleDecoder, NativeDecoder, WholeDecoder
 from agentscope_tuner.engine.learner import Learner
 from agentscope_tuner.engine.models import layer_weight, load_model
 from agentscope_tuner.engine.native import NativeKernels, native_kernels
 from agentscope_tuner.engine.products import WideProducts
-from agentscope_tuner.engine.sampler import Sampler, _Uniforms
+from agentscope_tuner.engine.sampler import Sampler
 from agentscope_tuner.engine.trainable import TrainableDecoder, choose_forward
 from agentscope_tuner.errors import ConfigError, ModelError, ParityError, PromptTooLongError, TrainingStoppedError
 from agentscope_tuner.policy import Sample, SamplingParams
@@ -264,8 +265,8 @@ def test_drawn_tokens_follow_transformers_processors(temperature: float, top_p: 
         processors.append(TopPLogitsWarper(top_p))
     expected = torch.softmax(processors(None, logits), -1)[0].double()
     n = 20_000
-    params = [SamplingParams(temperature, top_p, top_k)] * n
-    tokens, logprobs = draw_tokens(logits.expand(n, -1), params, torch.rand(n, generator=generator).double())
+    how = (torch.full((n,), value) for value in (temperature, top_k, top_p))
+    tokens, logprobs = draw_tokens(logits.expand(n, -1), *how, torch.rand(n, generator=generator).double())
     assert torch.allclose(logprobs.double(), expected[tokens].log(), atol=1e-5)
     counts = torch.bincount(tokens, minlength=700).double()
     assert counts[expected == 0].sum() == 0
@@ -281,7 +282,8 @@ def test_drawn_tokens_follow_transformers_processors(temperature: float, top_p: 
 def test_extreme_draws_stay_inside_the_vocabulary() -> None:
     logits = torch.full((3, 300), -torch.inf)
     logits[:, 257] = 0.0
-    tokens, logprobs = draw_tokens(logits, [SamplingParams()] * 3, torch.tensor([0.0, 0.5, 1 - 2**-53]).double())
+    how = torch.ones(3), torch.zeros(3, dtype=torch.int64), torch.ones(3)
+    tokens, logprobs = draw_tokens(logits, *how, torch.tensor([0.0, 0.5, 1 - 2**-53]).double())
     assert tokens.tolist() == [257] * 3
     assert logprobs.tolist() == [0.0] * 3
 
@@ -305,11 +307,11 @@ def test_completions_depend_on_their_seed_and_not_on_their_neighbours(tiny_model
 
 @pytest.mark.parametrize("seed", [0, 5, 2**64 - 1, 2**100 + 7])
 def test_the_random_numbers_of_a_seed_are_those_of_its_own_generator(seed: int) -> None:
-    uniforms = _Uniforms()
-    uniforms.of(seed + 1, 0)
-    pieces = {first: uniforms.of(seed, first) for first in (64, 0, 32)}
-    expected = np.random.Generator(np.random.Philox(key=seed)).random(96).tolist()
-    assert pieces[0] + pieces[32] + pieces[64] == expected
+    streams = _Streams()
+    streams.of(seed + 1, 0, 32)
+    pieces = [streams.of(seed, first, count) for first, count in ((64, 32), (0, 24), (24, 40))]
+    expected = np.random.Generator(np.random.Philox(key=seed)).random(96)
+    assert np.array_equal(np.concatenate([*pieces[1:], pieces[0]]), expected)
 
 
 def test_equal_runs_are_equal_bit_for_bit(tiny_model_dir: Path) -> None:

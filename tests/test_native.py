@@ -176,8 +176,8 @@ def test_compiled_drawing_is_drawing(dtype: torch.dtype, vocabulary: int) -> Non
     uniforms = torch.rand(512, dtype=torch.float64)
     uniforms[:4] = torch.tensor([0.0, 1 - 2**-53, 0.0, 1 - 2**-53])
     temperatures = [(0.0, 0.3, 1.0, 1.7)[row % 4] for row in range(512)]
-    params = [SamplingParams(temperature=temperature) for temperature in temperatures]
-    expected, their_logprobs = draw_tokens(logits.float(), params, uniforms)
+    whole = torch.zeros(512, dtype=torch.int64), torch.ones(512)
+    expected, their_logprobs = draw_tokens(logits.float(), torch.tensor(temperatures), *whole, uniforms)
     tokens, logprobs = kernels.draw(logits, torch.tensor(temperatures), uniforms)
     same = tokens == expected
     assert same.float().mean() > 0.995, "but for numbers that fall between two tokens"

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
-
-from agentscope_tuner.policy import SamplingParams
 
 
 def temper(logits: Tensor, temperature: Tensor) -> Tensor:
@@ -40,12 +36,16 @@ def truncate(logits: Tensor, top_k: Tensor, top_p: Tensor, keep: Tensor | None =
     return logits.masked_fill(removed, -torch.inf)
 
 
-def draw_tokens(logits: Tensor, params: Sequence[SamplingParams], uniform: Tensor) -> tuple[Tensor, Tensor]:
+def draw_tokens(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor
+) -> tuple[Tensor, Tensor]:
     """Draw one token per row by inverting the cumulative distribution.
 
     Args:
         logits: (B, V) float32.
-        params: of each row.
+        temperature: (B,) of each row; 0 takes the likeliest token.
+        top_k: (B,) see `truncate`.
+        top_p: (B,) see `truncate`.
         uniform: (B,) float64 in [0, 1).
 
     Returns:
@@ -53,12 +53,10 @@ def draw_tokens(logits: Tensor, params: Sequence[SamplingParams], uniform: Tenso
         the untempered one.
     """
     device = logits.device
-    temperature = torch.tensor([p.temperature for p in params], device=device)
     logits = temper(logits, temperature)
-    if any(p.top_k or p.top_p < 1 for p in params):
-        top_k = torch.tensor([p.top_k if p.temperature else 0 for p in params], device=device)
-        top_p = torch.tensor([p.top_p if p.temperature else 1.0 for p in params], device=device)
-        logits = truncate(logits, top_k, top_p)
+    if (top_k > 0).any() or (top_p < 1).any():
+        drawn = temperature > 0
+        logits = truncate(logits, torch.where(drawn, top_k, 0), torch.where(drawn, top_p, 1.0))
     highest = logits.amax(-1, keepdim=True)
     weights = (logits - highest).exp_()
     # Two levels keep the sums short: first which block of the vocabulary, then which token of it.
@@ -76,7 +74,7 @@ def draw_tokens(logits: Tensor, params: Sequence[SamplingParams], uniform: Tenso
     # Rounding may point one past the last token that has any weight.
     last = (inside < inside[:, -1:]).sum(-1, keepdim=True)
     token = chosen * block + torch.minimum(token, last)
-    if any(p.temperature == 0 for p in params):
+    if (temperature == 0).any():
         token = torch.where((temperature > 0)[:, None], token, logits.argmax(-1, keepdim=True))
     logprobs = logits.gather(1, token) - highest - total.log().to(logits.dtype)
     return token[:, 0], logprobs[:, 0]

@@ -8,44 +8,45 @@ prompt lookup).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import numpy as np
+import torch
 
-_CONTEXT = 3
+from agentscope_tuner.engine.native import NativeKernels
+
+CONTEXT = 3
 """Tokens that a guess looks back on."""
-_SURE = 2
-_STRONGEST = 8
-_DISAGREEMENT = 4
-"""A guess that fails costs a row of work, one that holds saves a step; it has to hold four times out of five."""
-_MOST_CONTEXTS = 2**18
+_TABLE_BITS = 16
 
 
 class Drafts:
-    """What followed each few tokens, as a branch predictor's table of saturating counters."""
+    """What followed each few tokens, as a branch predictor's table of saturating counters.
 
-    def __init__(self) -> None:
-        self._next: dict[tuple[int, ...], tuple[int, int]] = {}
-        """Context to its most frequent successor, and how sure that is."""
+    A guess that fails costs a row of work, one that holds saves a step; it has to hold four times out of five. Contexts
+    may share a place in the table, where the one stays that is right more often.
+    """
 
-    def learn(self, context: Sequence[int], completion: Sequence[int]) -> None:
-        """Remember a completion and the tokens before it."""
-        if len(self._next) > _MOST_CONTEXTS:  # what is said often is soon learned again
-            self._next.clear()
-        ids = (*context[-_CONTEXT:], *completion)
-        for at in range(_CONTEXT, len(ids)):
-            key = ids[at - _CONTEXT : at]
-            token, strength = self._next.get(key, (ids[at], 0))
-            if token == ids[at]:
-                self._next[key] = (token, min(strength + 1, _STRONGEST))
-            elif strength > _DISAGREEMENT:
-                self._next[key] = (token, strength - _DISAGREEMENT)
-            else:
-                self._next[key] = (ids[at], 1)
+    def __init__(self, kernels: NativeKernels) -> None:
+        """Begin with an empty table."""
+        self._kernels = kernels
+        self._table = torch.zeros(2**_TABLE_BITS, 2, dtype=torch.int64)
 
-    def guess(self, ids: Sequence[int], most: int) -> list[int]:
-        """At most `most` tokens that probably follow; none where nothing is sure."""
-        key = tuple(ids[-_CONTEXT:])
-        guessed: list[int] = []
-        while len(guessed) < most and (found := self._next.get(key)) is not None and found[1] >= _SURE:
-            guessed.append(found[0])
-            key = (*key[1:], found[0])
-        return guessed
+    def forget(self) -> None:
+        """Begin anew."""
+        self._table.zero_()
+
+    def learn(self, tokens: np.ndarray) -> None:
+        """Remember a completion and the `CONTEXT` tokens before it."""
+        self._kernels.learn(self._table, torch.from_numpy(tokens))
+
+    def guess(self, tokens: np.ndarray, starts: np.ndarray, most: np.ndarray) -> np.ndarray:
+        """Write behind the last tokens of n sequences what probably follows, and return how many each is given (n,).
+
+        Args:
+            tokens: of all sequences.
+            starts: (n,) where in `tokens`, as a flat array, the last `CONTEXT` tokens of each begin.
+            most: (n,) how many tokens there may be.
+        """
+        counts = np.empty_like(most)
+        given = (torch.from_numpy(array) for array in (tokens, starts, most, counts))
+        self._kernels.guess(self._table, *given)
+        return counts

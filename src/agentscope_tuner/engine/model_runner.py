@@ -10,7 +10,7 @@ import functools
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -20,11 +20,11 @@ from torch import Tensor
 from agentscope_tuner.algorithms.distributions import draw_tokens
 from agentscope_tuner.config import EngineConfig
 from agentscope_tuner.engine.attention import MOST_PADDING, KVCache, PrefixStack, RowLayout, SlotGroup, SlotLayout
+from agentscope_tuner.engine.completions import Work
 from agentscope_tuner.engine.decoder import Decoder, cache_shape, choose_decoder, kernels_for
 from agentscope_tuner.engine.models import LoadedModel
 from agentscope_tuner.engine.slots import Slot, Trunk
 from agentscope_tuner.errors import ConfigError
-from agentscope_tuner.policy import SamplingParams
 
 _SCORE_ELEMENTS = 2**26
 """Attention scores computed at once during prefill."""
@@ -41,23 +41,23 @@ _BESIDE_DECODING = 512
 """Prompt tokens computed in a step in which others draw, so that it does not hold them up for long."""
 
 
-class Span(NamedTuple):
-    """Missing tokens of a slot that are run at once."""
+class _Span(NamedTuple):
+    """The tokens of one slot."""
 
     slot: Slot
-    tokens: int
-    wanted: int
-    """Of how many of the last of them the hidden state is wanted."""
+    first: int
+    """The place of the first one in the slot."""
+    ids: list[int]
 
 
-def _attended_together(spans: Sequence[Span], most_tokens: int) -> list[list[Span]]:
+def _attended_together(spans: Sequence[_Span], most_tokens: int) -> list[list[_Span]]:
     """Groups of one adapter's rows, in the order of their slots.
 
     Rows without a trunk are one group; all others are, where their trunks have no more than so many tokens and neither
     trunks nor slots are padded much; otherwise those of each trunk.
     """
     ordered = sorted(spans, key=lambda span: span.slot.index)
-    by_trunk: dict[Trunk | None, list[Span]] = defaultdict(list)
+    by_trunk: dict[Trunk | None, list[_Span]] = defaultdict(list)
     for span in ordered:
         by_trunk[span.slot.trunk].append(span)
     plain = by_trunk.pop(None, None)
@@ -147,51 +147,52 @@ class ModelRunner:
             rows[ordered[0]] = min(rows[ordered[0]], max(16, int(_SCORE_ELEMENTS // (self._heads * keys))))
         return rows
 
-    def hidden(self, spans: Sequence[Span]) -> Tensor:
-        """The hidden states (N, D) that are wanted, in the order of the spans.
-
-        Slots that share an adapter, and within it a trunk, must be neighbours.
-        """
+    def hidden(self, work: Work) -> Tensor:
+        """The hidden states (R, D) that are wanted."""
         # Nothing is guessed without compiled kernels, so of padded rows only the last one can be wanted.
-        return self._flat_rows(spans) if self.flat else self._padded_rows(spans)
+        return self._flat_rows(work) if self.flat else self._padded_rows(work)
 
-    def _flat_rows(self, spans: Sequence[Span]) -> Tensor:
+    def _flat_rows(self, work: Work) -> Tensor:
         """A row for each token: all keys and values are written before any are read."""
-        self.cache.reserve(max(slot.cached + n for slot, n, _ in spans))
-        ids = [token for slot, n, _ in spans for token in slot.ids[slot.cached : slot.cached + n]]
-        numbers: dict[Trunk | None, int] = {None: -1}
-        trunk_of = [numbers.setdefault(slot.trunk, len(numbers) - 1) for slot, _, _ in spans]
-        place = np.array([[slot.cached for slot, _, _ in spans], [slot.index for slot, _, _ in spans], trunk_of])
+        lineup, counts = work.lineup, work.counts
+        self.cache.reserve(int((work.first + counts).max()))
+        rows = (work.first, lineup.index, lineup.trunk_of, lineup.begun)
         wanted: Tensor | None = None
-        if not len(ids) == len(spans) == sum([last for _, _, last in spans]):
-            counts, last = np.array([(n, last) for _, n, last in spans]).T
-            within = np.arange(len(ids)) - np.repeat(counts.cumsum() - counts, counts)
-            place = np.repeat(place, counts, 1)
-            place[0] += within
-            wanted = torch.from_numpy(within >= np.repeat(counts - last, counts))
-        trunks = [trunk for trunk in numbers if trunk is not None]
-        begun = np.array([*(len(trunk.ids) for trunk in trunks), 0])[place[2]]
-        positions = torch.from_numpy(place[0] + begun)
-        own, slots, of_row = torch.from_numpy(place)
-        stack = self._stack(tuple(trunk.cache for trunk in trunks)) if trunks else None
-        layout = RowLayout(self.cache, own, slots, of_row, stack)
-        tokens = torch.from_numpy(np.array(ids))
-        hidden = self.decoder.hidden(tokens[:, None], positions[:, None], layout, self._speakers(spans))[:, 0]
+        if len(work.ids) > len(counts):
+            within = np.arange(len(work.ids)) - np.repeat(counts.cumsum() - counts, counts)
+            first, *rest = (np.repeat(row, counts) for row in rows)
+            rows = (first + within, *rest)
+            wanted = torch.from_numpy(within >= np.repeat(counts - work.wanted, counts))
+        elif not work.wanted.all():
+            wanted = torch.from_numpy(work.wanted > 0)
+        own, slots, trunk_of, begun = (torch.from_numpy(row) for row in rows)
+        stack = self._stack(tuple(trunk.cache for trunk in lineup.trunks)) if lineup.trunks else None
+        layout = RowLayout(self.cache, own, slots, trunk_of, stack)
+        ids, positions = torch.from_numpy(work.ids), own + begun
+        speakers = self._speakers(zip(lineup.slots, counts.tolist(), strict=True))
+        hidden = self.decoder.hidden(ids[:, None], positions[:, None], layout, speakers)[:, 0]
         return hidden if wanted is None else hidden[wanted]
 
-    def _speakers(self, spans: Sequence[Span]) -> list[tuple[str, int]]:
-        """The adapters of neighbouring rows, and of how many each is."""
+    def _speakers(self, rows: Iterable[tuple[Slot, int]]) -> list[tuple[str, int]]:
+        """The adapters of neighbouring slots, and of how many rows each is."""
         if not (self._loaded.adapters or self._loaded.versions):
             return []
         return [
-            (adapter, sum(span.tokens for span in run))
-            for adapter, run in itertools.groupby(spans, key=lambda span: span.slot.adapter)
+            (adapter, sum(count for _, count in run))
+            for adapter, run in itertools.groupby(rows, key=lambda row: row[0].adapter)
         ]
 
-    def _padded_rows(self, spans: Sequence[Span]) -> Tensor:
-        """A row for each span, padded to the longest."""
-        width = max(span.tokens for span in spans)
-        self.cache.reserve(min(self.cache.limit, max(span.slot.cached for span in spans) + width))
+    def _padded_rows(self, work: Work) -> Tensor:
+        """A row for each slot, padded to the longest."""
+        width = int(work.counts.max())
+        self.cache.reserve(min(self.cache.limit, int(work.first.max()) + width))
+        ids, ends = work.ids.tolist(), work.counts.cumsum().tolist()
+        spans = [
+            _Span(slot, first, ids[end - count : end])
+            for slot, first, count, end in zip(
+                work.lineup.slots, work.first.tolist(), work.counts.tolist(), ends, strict=True
+            )
+        ]
         groups: list[SlotGroup] = []
         speakers: list[tuple[str, int]] = []
         together = [
@@ -200,41 +201,39 @@ class ModelRunner:
             for rows in _attended_together(list(run), _STACK_NUMBERS // self.cache.token_size)
         ]
         for rows in together:
-            slots, counts, _ = zip(*rows, strict=True)
-            indices, starts = [slot.index for slot in slots], [slot.cached for slot in slots]
+            slots, starts, tokens = zip(*rows, strict=True)
             numbers = {trunk: number for number, trunk in enumerate(dict.fromkeys(slot.trunk for slot in slots))}
             prefixes = tuple(trunk.cache for trunk in numbers if trunk is not None)
             stack = self._stack(prefixes) if prefixes else None
             of_row = [numbers[slot.trunk] for slot in slots]
+            indices, counts = [slot.index for slot in slots], [len(some) for some in tokens]
             groups.append(SlotGroup(indices, starts, counts, width, self.cache, stack, of_row))
             speakers.append((slots[0].adapter, len(rows)))
         ordered = [span for rows in together for span in rows]
-        ids = [slot.ids[slot.cached : slot.cached + n] + [0] * (width - n) for slot, n, _ in ordered]
-        positions = [(len(slot.trunk.ids) if slot.trunk else 0) + slot.cached for slot, _, _ in ordered]
+        positions = [(len(slot.trunk.ids) if slot.trunk else 0) + first for slot, first, _ in ordered]
         # Padding may not reach beyond the context; it is masked, so any place inside will do.
         limit = self._loaded.max_model_len - 1
         absolute = torch.tensor(positions, device=self._device)[:, None] + torch.arange(width, device=self._device)
         hidden = self.decoder.hidden(
-            torch.tensor(ids, device=self._device),
+            torch.tensor([some + [0] * (width - len(some)) for _, _, some in ordered], device=self._device),
             absolute.clamp_(max=limit),
             SlotLayout(self.cache, groups),
             speakers,
         )
         row_of = {span.slot: row for row, span in enumerate(ordered)}
-        wanted = [span for span in spans if span.wanted]
-        return hidden[[row_of[span.slot] for span in wanted], [span.tokens - 1 for span in wanted]]
+        wanted = [span for span, number in zip(spans, work.wanted.tolist(), strict=True) if number]
+        return hidden[[row_of[span.slot] for span in wanted], [len(span.ids) - 1 for span in wanted]]
 
     def forget_prefixes(self) -> None:
         """None of those that were used is used again."""
         self._stack.cache_clear()
 
     def draw(
-        self, hidden: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]
+        self, hidden: Tensor, temperature: np.ndarray, top_k: np.ndarray, top_p: np.ndarray, uniform: np.ndarray
     ) -> tuple[Tensor, Tensor]:
-        """Tokens (B,) and log-probabilities (B,) that follow hidden states (B, D), see `distributions.draw_tokens`."""
+        """Tokens (R,) and log-probabilities (R,) that follow hidden states (R, D), see `distributions.draw_tokens`."""
         logits = self.decoder.logits(hidden)
-        uniform = torch.from_numpy(np.array(uniforms)).to(self._device)
-        if self.cache.kernels is None or any(p.top_k or p.top_p < 1 for p in params):
-            return draw_tokens(logits.float(), params, uniform)
-        temperatures = np.array([p.temperature for p in params], np.float32)
-        return self.cache.kernels.draw(logits, torch.from_numpy(temperatures), uniform)
+        if self.cache.kernels is not None and not (top_k.any() or (top_p < 1).any()):
+            return self.cache.kernels.draw(logits, torch.from_numpy(temperature), torch.from_numpy(uniform))
+        how = (torch.from_numpy(array).to(self._device) for array in (temperature, top_k, top_p, uniform))
+        return draw_tokens(logits.float(), *how)

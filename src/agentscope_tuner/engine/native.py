@@ -47,6 +47,8 @@ class NativeKernels:
         self._forward = of_each_type("forward", 12, *[size] * 9, number, number)
         self._draw = of_each_type("draw", 5, size, size)
         self._copy_slot = take("copy_slot", 1, *[size] * 4)
+        self._learn = take("learn", 2, size, size)
+        self._guess = take("guess", 5, size, size)
         self._multiply = take("multiply_bf16", 4, *[size] * 3)
         self._compute_in_pairs = library.compute_in_pairs
         self._compute_in_pairs.restype, self._compute_in_pairs.argtypes = size, [size]
@@ -229,6 +231,14 @@ class NativeKernels:
         addresses = _addresses(logits, temperatures, uniforms, tokens, logprobs)
         self._draw[logits.dtype](*addresses, *logits.shape)
         return tokens, logprobs
+
+    def learn(self, table: Tensor, tokens: Tensor) -> None:
+        """Remember in a table (2^n, 2) what followed which tokens (N,), see `drafts`."""
+        self._learn(*_addresses(table, tokens), len(tokens), len(table).bit_length() - 1)
+
+    def guess(self, table: Tensor, tokens: Tensor, starts: Tensor, most: Tensor, counts: Tensor) -> None:
+        """Write to `tokens` what probably follows each context, see `drafts`, and to `counts` how many these are."""
+        self._guess(*_addresses(table, tokens, starts, most, counts), len(starts), len(table).bit_length() - 1)
 
     def copy_slot(self, tensors: Sequence[tuple[Tensor, int]], source: int, target: int) -> None:
         """Copy what each head of a slot begins with to another slot.

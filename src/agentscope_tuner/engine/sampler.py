@@ -10,20 +10,19 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from operator import attrgetter
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from agentscope_tuner.algorithms.packing import common_prefix
 from agentscope_tuner.config import EngineConfig
+from agentscope_tuner.engine.completions import Completion, Completions, Request
 from agentscope_tuner.engine.decoder import ModuleDecoder
 from agentscope_tuner.engine.drafts import Drafts
-from agentscope_tuner.engine.model_runner import ModelRunner, Span
+from agentscope_tuner.engine.model_runner import ModelRunner
 from agentscope_tuner.engine.models import LoadedModel
 from agentscope_tuner.engine.slots import Slot, Slots
 from agentscope_tuner.policy import Sample, SamplingParams, room_for_tokens
@@ -34,55 +33,10 @@ _TRUNK_USERS = 4
 """... and made when at least this many waiting prompts begin with it."""
 _BUNCH = 3
 """Waiting requests begin once they are at least this fraction (one over it) of the active ones."""
-_UNIFORMS = 32
-"""Random numbers that are taken at once; the generator makes four in a step."""
 _PATIENCE_SLICE_S = 0.01
 
 
-@dataclass(eq=False, slots=True)
-class _Request:
-    order: tuple[int, int]
-    """(episode, call): equal whenever the run is repeated, unlike times of arrival."""
-    episode_id: str
-    adapter: str
-    prompt_ids: list[int]
-    params: SamplingParams
-    future: asyncio.Future[Sample]
-    on_token: Callable[[int], None] | None
-    budget: int
-    ends: frozenset[int]
-    """Tokens after which it stops."""
-    slot: Slot
-    uniforms: list[float] = field(default_factory=list)
-    """Random numbers of its first tokens."""
-    guess: list[int] = field(default_factory=list)
-    """What may come after the last token."""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-
-
 _NO_SLOT = Slot(-1)
-_NOTHING_GUESSED = (None,)
-_slot_order = attrgetter("slot.row_order")
-
-
-class _Uniforms:
-    """Random numbers for completions: each seed has its own stream, so none depends on its neighbours."""
-
-    def __init__(self) -> None:
-        # One generator is set to wherever it is needed, which takes a fraction of the time of making one.
-        self._bits = np.random.Philox(key=0)
-        self._generator = np.random.Generator(self._bits)
-        self._state = self._bits.state
-
-    def of(self, seed: int, first: int) -> list[float]:
-        """The next few of a stream, from its number `first` on, a multiple of `_UNIFORMS`."""
-        place = self._state["state"]
-        place["key"][:] = seed % 2**64, seed >> 64
-        place["counter"][0] = first // 4
-        self._bits.state = self._state
-        numbers: list[float] = self._generator.random(_UNIFORMS).tolist()
-        return numbers
 
 
 class Sampler:
@@ -97,27 +51,25 @@ class Sampler:
         self._loaded = loaded
         self._runner = ModelRunner(loaded, engine)
         self._prefill_tokens = engine.prefill_tokens
-        self._draft_tokens = engine.draft_tokens if self._runner.flat else 0
+        self._draft_tokens = engine.draft_tokens
+        self._drafts = Drafts(self._runner.cache.kernels) if self._runner.cache.kernels is not None else None
         self._patience = self._most_patience = engine.patience_ms / 1000
         self.policy_version = 0
         self.tokens_sampled = 0
         self.tokens_prefilled = 0
         self.rows_decoded = 0
         """Tokens that were run to draw the next one, guesses included."""
-        self._uniforms = _Uniforms()
         self._clock = itertools.count(1)
         self._opened: dict[str, int] = {}
         self._calls: dict[str, int] = defaultdict(int)
         self._away: set[str] = set()
         """Open episodes that are between two calls."""
         self._quiet = asyncio.Event()
-        self._pending: set[_Request] = set()
-        """Everybody who awaits a completion: in one of the next three lists, or being computed."""
-        self._waiting: list[_Request] = []
-        self._prefilling: list[_Request] = []
+        self._pending: set[Request] = set()
+        """Everybody who awaits a completion: in one of the next two lists, or among the completions."""
+        self._waiting: list[Request] = []
+        self._prefilling: list[Request] = []
         """Those with a slot, of whose prompts something is not computed."""
-        self._decoding: list[_Request] = []
-        """Those with a slot whose next token can be drawn."""
         self._pump: asyncio.Task[None] | None = None
         self._forget()
 
@@ -172,7 +124,7 @@ class Sampler:
         room = room_for_tokens(prompt_ids, self._loaded.max_model_len)
         call = self._calls[episode_id]
         self._calls[episode_id] += 1
-        request = _Request(
+        request = Request(
             order=(self._opened.get(episode_id, 0), call),
             episode_id=episode_id,
             adapter=adapter,
@@ -181,7 +133,6 @@ class Sampler:
             future=asyncio.get_running_loop().create_future(),
             on_token=on_token,
             budget=min(params.max_tokens, room),
-            ends=self._loaded.end_of_turn_ids | params.stop_ids,
             slot=_NO_SLOT,
         )
         self._pending.add(request)
@@ -218,7 +169,9 @@ class Sampler:
     def _forget(self) -> None:
         self._slots = Slots(self._runner.cache.slots, self._runner.trunk_tokens)
         self._runner.forget_prefixes()
-        self._drafts = Drafts()
+        if self._drafts is not None:
+            self._drafts.forget()
+        self._completions = Completions(len(self._slots), self._loaded.end_of_turn_ids, self._said_stop, self._drafts)
 
     def _leave(self, episode_id: str) -> None:
         self._away.add(episode_id)
@@ -236,7 +189,7 @@ class Sampler:
         try:
             while True:
                 await self._settle()
-                if not (self._waiting or self._prefilling or self._decoding):
+                if not (self._waiting or self._prefilling or self._completions):
                     return
                 with torch.inference_mode():
                     if self._may_admit():
@@ -246,12 +199,12 @@ class Sampler:
             for request in self._pending:
                 if not request.future.done():
                     request.future.set_exception(exc)
-            self._pending, self._waiting, self._prefilling, self._decoding = set(), [], [], []
+            self._pending, self._waiting, self._prefilling = set(), [], []
             self._forget()
 
     def _may_admit(self) -> bool:
         """Whether waiting requests should begin now."""
-        begun = len(self._prefilling) + len(self._decoding)
+        begun = len(self._prefilling) + len(self._completions)
         if not self._waiting or begun == len(self._slots):
             return False
         # Where rows are padded, a prefill is a step of its own; with few rows it costs almost as much as with many, and
@@ -284,11 +237,14 @@ class Sampler:
         batch, self._waiting = self._waiting[:free], self._waiting[free:]
         self._make_trunks(batch)
         ready, later = self._place(batch)
-        self._prefilling += [request for request in ready if request.slot.prefilling]
-        self._decoding += [request for request in ready if not request.slot.prefilling]
+        for request in ready:
+            if request.slot.prefilling:
+                self._prefilling.append(request)
+            else:
+                self._completions.add(request)
         self._waiting = later + self._waiting
 
-    def _make_trunks(self, batch: list[_Request]) -> None:
+    def _make_trunks(self, batch: list[Request]) -> None:
         families: dict[tuple[str, tuple[int, ...]], list[list[int]]] = defaultdict(list)
         for request in batch:
             ids = request.prompt_ids
@@ -317,15 +273,15 @@ class Sampler:
         """Everything that these miss."""
         while slots := sorted((slot for slot in slots if slot.missing), key=attrgetter("row_order")):
             plan = self._runner.plan(slots)
-            self._runner.hidden([Span(slot, plan[slot], 0) for slot in slots if slot in plan])
+            self._runner.hidden(self._completions.work(plan, alone=True))
             for slot, tokens in plan.items():
                 slot.cached += tokens
                 self.tokens_prefilled += tokens
 
-    def _place(self, batch: list[_Request]) -> tuple[list[_Request], list[_Request]]:
+    def _place(self, batch: list[Request]) -> tuple[list[Request], list[Request]]:
         """Find slots. Requests that can share what others are about to compute come back as the second list."""
-        ready: list[_Request] = []
-        later: list[_Request] = []
+        ready: list[Request] = []
+        later: list[Request] = []
         for request in batch:
             trunk = self._slots.trunk_of(request.adapter, request.prompt_ids)
             own = request.prompt_ids[len(trunk.ids) :] if trunk else request.prompt_ids
@@ -347,122 +303,57 @@ class Sampler:
             ready.append(request)
         return ready, later
 
-    def _drop(self, request: _Request) -> None:
-        for where in (self._waiting, self._prefilling, self._decoding):
-            if request in where:
-                where.remove(request)
-                if where is not self._waiting:
-                    self._slots.release(request.slot)
+    def _drop(self, request: Request) -> None:
+        if request in self._waiting:
+            self._waiting.remove(request)
+            return
+        if request in self._prefilling:
+            self._prefilling.remove(request)
+        elif request in self._completions:
+            self._completions.remove(request)
+        else:
+            return
+        self._slots.release(request.slot)
 
     # --------------------------------------------------------------------------------------------- computing
 
     def _step(self) -> None:
         """Run what the requests with slots miss, as much as goes at once, and draw for those that miss nothing then."""
-        prefilling = self._prefilling
-        plan = self._runner.plan([r.slot for r in prefilling], beside=len(self._decoding)) if prefilling else {}
+        prefilling, completions = self._prefilling, self._completions
+        plan = self._runner.plan([r.slot for r in prefilling], beside=len(completions)) if prefilling else {}
         # Where rows are padded, those that decode wait for those that prefill.
-        decoding = self._decoding if self._runner.flat or not plan else []
-        self._guess(decoding)
-        requests = sorted((*decoding, *(r for r in prefilling if r.slot in plan)), key=_slot_order)
-        spans: list[Span] = []
-        drawing: list[_Request] = []
-        for request in requests:
-            slot, wanted = request.slot, len(request.guess) + 1
-            tokens = plan.get(slot, wanted)
-            if tokens == slot.missing:
-                drawing.append(request)
-            else:
-                wanted = 0
-            spans.append(Span(slot, tokens, wanted))
-        hidden = self._runner.hidden(spans)
+        alone = bool(plan) and not self._runner.flat
+        completions.guess(min(self._draft_tokens, self._prefill_tokens // max(1, len(completions)) - 1))
+        work = completions.work(plan, alone=alone)
+        hidden = self._runner.hidden(work)
+        self.rows_decoded += len(work.ids) - sum(plan.values())
         for slot, tokens in plan.items():
             slot.cached += tokens
             self.tokens_prefilled += tokens
-        for request in decoding:
-            self.rows_decoded += len(request.guess) + 1
-            if request.guess:
-                del request.slot.ids[-len(request.guess) :]
-        if decoding:
-            self._decoding = []
         if plan:
-            drawn = set(drawing)
-            self._prefilling = [request for request in prefilling if request not in drawn]
-        if drawing:
-            self._draw(drawing, hidden)
+            self._prefilling = [request for request in prefilling if request.slot.missing]
+            for request in prefilling:
+                if not request.slot.missing:
+                    completions.add(request)
+        if len(work.drawing[0]):
+            drawn = self._runner.draw(hidden, *completions.distributions(work))
+            for completion in completions.take(work, *(tensor.numpy(force=True) for tensor in drawn)):
+                self._finish(completion)
 
-    def _guess(self, requests: list[_Request]) -> None:
-        """Append to each sequence what may come after its last token, to be run with it."""
-        most = min(self._draft_tokens, self._prefill_tokens // max(1, len(requests)) - 1)
-        guess = self._drafts.guess
-        for request in requests:
-            if guessed := guess(request.slot.ids, min(most, request.budget - len(request.token_ids) - 1)):
-                request.guess = guessed
-                request.slot.ids += guessed
-
-    def _draw(self, requests: list[_Request], hidden: Tensor) -> None:
-        """Draw the next token of each request, and those after it as long as the one before was guessed.
-
-        `hidden` (rows, D) has a row for each request, and one more for each token of its guess.
-        """
-        params: list[SamplingParams] = []
-        uniforms: list[float] = []
-        for request in requests:
-            first, rows = len(request.token_ids), len(request.guess) + 1
-            while len(request.uniforms) < first + rows:
-                request.uniforms += self._uniforms.of(request.params.seed, len(request.uniforms))
-            # A token has its random number, whether it is drawn now or was guessed wrongly and is drawn later.
-            if rows == 1:
-                uniforms.append(request.uniforms[first])
-                params.append(request.params)
-            else:
-                uniforms += request.uniforms[first : first + rows]
-                params += [request.params] * rows
-        tokens, logprobs = (drawn.tolist() for drawn in self._runner.draw(hidden, params, uniforms))
-        row = 0
-        for request in requests:
-            rows = len(request.guess) + 1
-            self._accept(request, tokens, logprobs, row)
-            row += rows
-
-    def _accept(self, request: _Request, tokens: list[int], logprobs: list[float], row: int) -> None:
-        """Take what was drawn, from a row on: the first token, and each whose predecessor was guessed."""
-        slot, guess, token_ids = request.slot, request.guess, request.token_ids
-        for guessed in (*guess, None) if guess else _NOTHING_GUESSED:
-            token = tokens[row]
-            # Everything before a token was run to draw it.
-            slot.cached = len(slot.ids)
-            token_ids.append(token)
-            request.logprobs.append(logprobs[row])
-            if request.on_token is not None:
-                request.on_token(token)
-            if token in request.ends or (request.params.stop and self._said_stop(request)):
-                self._finish(request, "stop")
-                return
-            if len(token_ids) == request.budget:
-                self._finish(request, "length")
-                return
-            slot.ids.append(token)
-            if token != guessed:
-                break
-            row += 1
-        if guess:
-            request.guess = []
-        self._decoding.append(request)
-
-    def _finish(self, request: _Request, reason: str) -> None:
+    def _finish(self, completion: Completion) -> None:
+        request, token_ids = completion.request, completion.token_ids
         self._slots.release(request.slot)
-        self._drafts.learn(request.prompt_ids, request.token_ids)
-        self.tokens_sampled += len(request.token_ids)
+        self.tokens_sampled += len(token_ids)
         if not request.future.done():
-            request.future.set_result(Sample(request.token_ids, request.logprobs, reason, self.policy_version))
+            sample = Sample(token_ids, completion.logprobs, completion.finish_reason, self.policy_version)
+            request.future.set_result(sample)
             # Its episode can go on; it is waited for before the next batch.
             if request.episode_id in self._opened:
                 self._leave(request.episode_id)
 
-    def _said_stop(self, request: _Request) -> bool:
+    def _said_stop(self, stops: Sequence[str], token_ids: np.ndarray) -> bool:
         """Whether the last token completed one of the strings at which to stop."""
-        stops = request.params.stop
         # A token is at least a byte; some decoders treat the first one's space in their own way.
-        tail = request.token_ids[-max(len(stop.encode()) for stop in stops) - 4 :]
+        tail = token_ids[-max(len(stop.encode()) for stop in stops) - 4 :].tolist()
         text = self._loaded.tokenizer.decode(tail, skip_special_tokens=False)
         return any(stop in text for stop in stops)

@@ -7,8 +7,12 @@ system prompt, is a *trunk*: stored once, and attended once for all of them.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
+from operator import attrgetter
+
+import numpy as np
 
 from agentscope_tuner.algorithms.packing import common_prefix
 from agentscope_tuner.engine.attention import Prefix
@@ -59,6 +63,37 @@ class Slot:
     def prefilling(self) -> bool:
         """Whether its prompt is being computed: of a sequence that is being continued, one token is missing."""
         return self.busy and self.missing > 1
+
+
+class Lineup:
+    """Some slots in the order of rows: those that share an adapter, and within it a trunk, are neighbours."""
+
+    def __init__(self, slots: Iterable[Slot]) -> None:
+        self.slots = sorted(slots, key=attrgetter("row_order"))
+
+    @cached_property
+    def index(self) -> np.ndarray:
+        """(S,) of the slots."""
+        return np.array([slot.index for slot in self.slots], np.int64)
+
+    @cached_property
+    def trunks(self) -> list[Trunk]:
+        """Those that the slots' tokens come after."""
+        return list(dict.fromkeys(slot.trunk for slot in self.slots if slot.trunk is not None))
+
+    @cached_property
+    def trunk_of(self) -> np.ndarray:
+        """(S,) The number of each slot's trunk, or -1."""
+        numbers: dict[Trunk | None, int] = {trunk: number for number, trunk in enumerate(self.trunks)}
+        numbers[None] = -1
+        return np.array([numbers[slot.trunk] for slot in self.slots], np.int64)
+
+    @cached_property
+    def begun(self) -> np.ndarray:
+        """(S,) How many tokens each slot's trunk has."""
+        tokens = np.array([*(len(trunk.ids) for trunk in self.trunks), 0])
+        begun: np.ndarray = tokens[self.trunk_of]
+        return begun
 
 
 class Slots:

@@ -1,0 +1,276 @@
+"""Completions that are being drawn, as arrays: what is done for every token is done for all of them at once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from agentscope_tuner.engine.drafts import CONTEXT, Drafts
+from agentscope_tuner.engine.slots import Lineup, Slot
+from agentscope_tuner.policy import Sample, SamplingParams
+
+_UNIFORMS = 32
+"""Random numbers that are taken at once; the generator makes four in a step."""
+_COLUMNS = 128
+"""Tokens of a completion for which there is room at first."""
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """A call of the model."""
+
+    order: tuple[int, int]
+    """(episode, call): equal whenever the run is repeated, unlike times of arrival."""
+    episode_id: str
+    adapter: str
+    prompt_ids: list[int]
+    params: SamplingParams
+    future: asyncio.Future[Sample]
+    on_token: Callable[[int], None] | None
+    budget: int
+    """Most tokens of the completion."""
+    slot: Slot
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Tokens to be run: for each of S slots, those from some place on."""
+
+    lineup: Lineup
+    first: np.ndarray
+    """(S,) The place of the first of them in its slot."""
+    counts: np.ndarray
+    """(S,) How many these are."""
+    wanted: np.ndarray
+    """(S,) Of how many of the last of them the hidden state is wanted."""
+    ids: np.ndarray
+    """(N,) Those of one slot after those of the other."""
+    drawing: tuple[np.ndarray, np.ndarray]
+    """The indices of the slots of which something is wanted, and of how many tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What was drawn for a request."""
+
+    request: Request
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: str
+
+
+class Completions:
+    """Requests whose prompts are computed, and what was drawn for them.
+
+    Of each sequence all but the last token have keys and values. That one is run next, together with what may come
+    after it: guesses, each of which holds if it is what is drawn at its place.
+    """
+
+    def __init__(
+        self,
+        slots: int,
+        end_ids: Collection[int],
+        said_stop: Callable[[Sequence[str], np.ndarray], bool],
+        drafts: Drafts | None,
+    ) -> None:
+        """Have a row for each of so many slots.
+
+        Args:
+            slots: how many there are.
+            end_ids: tokens that end every completion.
+            said_stop: whether the last of these tokens completed one of these strings.
+            drafts: learn from what is complete, and say what may come next.
+        """
+        self._drafts = drafts
+        self._ends = np.zeros(max(end_ids, default=-1) + 2, bool)
+        """Of tokens, the last of them and all that follow together: those that end every completion."""
+        self._ends[[*end_ids]] = True
+        self._said_stop = said_stop
+        self._requests: dict[int, Request] = {}
+        """By the rows, which are those of their slots."""
+        self._lineup: Lineup | None = None
+        self._begun, self._drawn, self._guessed, self._budget, self._random = np.zeros((5, slots), np.int64)
+        self._top_k = np.zeros(slots, np.int64)
+        self._temperature, self._top_p = np.zeros((2, slots), np.float32)
+        self._watched = np.zeros(slots, bool)
+        self._listeners = 0
+        """How many requests have to be looked at for every token."""
+        self._tokens: np.ndarray = np.zeros((slots, CONTEXT + _COLUMNS), np.int64)
+        """The last ones of the prompt, those drawn, those guessed."""
+        self._logprobs: np.ndarray = np.zeros((slots, _COLUMNS), np.float32)
+        self._uniforms: np.ndarray = np.zeros((slots, _COLUMNS))
+        self._streams = _Streams()
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __contains__(self, request: Request) -> bool:
+        return self._requests.get(request.slot.index) is request
+
+    def add(self, request: Request) -> None:
+        """Draw for a request from now on: its prompt is computed."""
+        row, params = request.slot.index, request.params
+        self._requests[row] = request
+        self._lineup = None
+        self._begun[row] = len(request.slot.ids) - 1
+        self._drawn[row] = self._guessed[row] = self._random[row] = 0
+        self._budget[row] = request.budget
+        self._temperature[row], self._top_k[row], self._top_p[row] = params.temperature, params.top_k, params.top_p
+        self._watched[row] = request.on_token is not None or bool(params.stop or params.stop_ids)
+        self._listeners += self._watched[row]
+        context = request.prompt_ids[-CONTEXT:]
+        self._tokens[row, :CONTEXT] = [-1] * (CONTEXT - len(context)) + context
+
+    def remove(self, request: Request) -> list[int]:
+        """Draw no more for a request; its slot keeps what has keys and values. Returns all that was drawn."""
+        row = request.slot.index
+        del self._requests[row]
+        self._lineup = None
+        self._listeners -= self._watched[row]
+        token_ids: list[int] = self._tokens[row, CONTEXT : CONTEXT + self._drawn[row]].tolist()
+        if token_ids:
+            request.slot.ids += token_ids[:-1]
+            request.slot.cached = len(request.slot.ids)
+        return token_ids
+
+    def guess(self, most: int) -> None:
+        """Guess what comes after each last token: at most so many tokens."""
+        if self._drafts is None or most < 1 or not self._requests:
+            return
+        rows = self._all.index
+        drawn = self._drawn[rows]
+        self._reserve(int(drawn.max()) + most + 1)
+        starts = rows * self._tokens.shape[1] + drawn
+        self._guessed[rows] = self._drafts.guess(self._tokens, starts, np.minimum(most, self._budget[rows] - drawn - 1))
+
+    def work(self, plan: Mapping[Slot, int], *, alone: bool = False) -> Work:
+        """What is run next: so many missing tokens of the slots of a plan, beside all completions or alone."""
+        lineup = Lineup([*plan, *([] if alone else self._all.slots)]) if plan else self._all
+        rows = lineup.index
+        drawn, counts = self._drawn[rows], self._guessed[rows] + 1
+        first, column, wanted, drawing = self._begun[rows] + drawn, drawn + (CONTEXT - 1), counts, (rows, counts)
+        if plan:
+            wanted = counts.copy()
+            place = {row: i for i, row in enumerate(rows.tolist())}
+            places = [place[slot.index] for slot in plan]
+            first[places] = [slot.cached for slot in plan]
+            counts[places] = [*plan.values()]
+            wanted[places] = [slot.missing == tokens for slot, tokens in plan.items()]
+            column[places] = 0
+            some = wanted > 0
+            drawing = rows[some], wanted[some]
+        if len(rows) == (total := int(counts.sum())) and not plan:
+            ids = self._tokens[rows, column]
+        else:
+            ends = counts.cumsum()
+            columns = np.repeat(column - (ends - counts), counts) + np.arange(total)
+            # Of prompts, which are not here, just any tokens, which are then replaced.
+            ids = self._tokens[np.repeat(rows, counts), np.minimum(columns, self._tokens.shape[1] - 1)]
+            for slot, tokens in plan.items():
+                end = ends[place[slot.index]]
+                ids[end - tokens : end] = slot.ids[slot.cached : slot.cached + tokens]
+        return Work(lineup, first, counts, wanted, ids, drawing)
+
+    def distributions(self, work: Work) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """How to draw what is wanted of work: temperatures, top-k, top-p and uniform numbers, each (R,)."""
+        rows, counts = work.drawing
+        drawn = self._drawn[rows]
+        needed = drawn + counts
+        for i in (self._random[rows] < needed).nonzero()[0].tolist():
+            self._take_numbers(int(rows[i]), int(needed[i]))
+        each, number = rows, drawn
+        if (total := int(counts.sum())) > len(rows):
+            # A token has its random number, whether it is drawn now or was guessed wrongly and is drawn later.
+            each = np.repeat(rows, counts)
+            number = np.repeat(needed - counts.cumsum(), counts) + np.arange(total)
+        return self._temperature[each], self._top_k[each], self._top_p[each], self._uniforms[each, number]
+
+    def take(self, work: Work, tokens: np.ndarray, logprobs: np.ndarray) -> list[Completion]:
+        """Take what was drawn, (R,) tokens and log-probabilities; returns the completions that are complete by that.
+
+        Of each completion that is the first one, and each whose predecessor was guessed.
+        """
+        rows, left = work.drawing
+        at = left.cumsum() - left
+        self._guessed[rows] = 0
+        finished: list[tuple[Request, str]] = []
+        while len(rows):
+            token, column = tokens[at], self._drawn[rows]
+            held = (left > 1) & (self._tokens[rows, CONTEXT + column] == token)
+            self._tokens[rows, CONTEXT + column] = token
+            self._logprobs[rows, column] = logprobs[at]
+            self._drawn[rows] = column + 1
+            stopped = self._ends.take(token, mode="clip")
+            if self._listeners:
+                watched = self._watched[rows].nonzero()[0]
+                each = (watched.tolist(), rows[watched].tolist(), token[watched].tolist())
+                for i, row, told in zip(*each, strict=True):
+                    if self._tell(row, told):
+                        stopped[i] = True
+            over = stopped | (column + 1 == self._budget[rows])
+            for i in over.nonzero()[0].tolist():
+                finished.append((self._requests[int(rows[i])], "stop" if stopped[i] else "length"))
+            on = held & ~over
+            rows, at, left = rows[on], at[on] + 1, left[on] - 1
+        return [self._complete(request, reason) for request, reason in finished]
+
+    @property
+    def _all(self) -> Lineup:
+        if self._lineup is None:
+            self._lineup = Lineup([request.slot for request in self._requests.values()])
+        return self._lineup
+
+    def _take_numbers(self, row: int, needed: int) -> None:
+        """Have random numbers for so many tokens of a completion."""
+        begin = int(self._random[row])
+        count = -(-(needed - begin) // _UNIFORMS) * _UNIFORMS
+        self._reserve(begin + count)
+        self._uniforms[row, begin : begin + count] = self._streams.of(self._requests[row].params.seed, begin, count)
+        self._random[row] += count
+
+    def _tell(self, row: int, token: int) -> bool:
+        """Tell whoever listens of a token; whether it ends the completion for reasons of the request's own."""
+        request = self._requests[row]
+        if request.on_token is not None:
+            request.on_token(token)
+        params = request.params
+        return token in params.stop_ids or bool(
+            params.stop and self._said_stop(params.stop, self._tokens[row, CONTEXT : CONTEXT + self._drawn[row]])
+        )
+
+    def _complete(self, request: Request, reason: str) -> Completion:
+        row, drawn = request.slot.index, int(self._drawn[request.slot.index])
+        logprobs: list[float] = self._logprobs[row, :drawn].tolist()
+        if self._drafts is not None:
+            self._drafts.learn(self._tokens[row, : CONTEXT + drawn])
+        return Completion(request, self.remove(request), logprobs, reason)
+
+    def _reserve(self, columns: int) -> None:
+        """Have room for completions of so many tokens."""
+        missing = columns - self._logprobs.shape[1]
+        if missing > 0:
+            wider = ((0, 0), (0, max(missing, self._logprobs.shape[1])))
+            self._tokens, self._logprobs, self._uniforms = (
+                np.pad(array, wider) for array in (self._tokens, self._logprobs, self._uniforms)
+            )
+
+
+class _Streams:
+    """Random numbers: each seed has its own stream, so that no completion depends on its neighbours."""
+
+    def __init__(self) -> None:
+        # One generator is set to wherever it is needed, which takes a fraction of the time of making one.
+        self._bits = np.random.Philox(key=0)
+        self._generator = np.random.Generator(self._bits)
+        self._state = self._bits.state
+
+    def of(self, seed: int, first: int, count: int) -> np.ndarray:
+        """So many numbers of a stream, from number `first` on, a multiple of four."""
+        place = self._state["state"]
+        place["key"][:] = seed % 2**64, seed >> 64
+        place["counter"][0] = first // 4
+        self._bits.state = self._state
+        return self._generator.random(count)
