@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import platform
 import random
 import shutil
 import stat
@@ -127,6 +128,18 @@ def test_without_a_compiler_everything_works(
     assert native_kernels() is None
     assert difference(sampled(tiny_model_dir, prompts[:4]), expected) < 1e-5
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="these are names of x86")
+@pytest.mark.parametrize("missing", ["avx512f", "avx"])
+def test_processors_with_smaller_registers(
+    missing: str, fresh: Path, tiny_model_dir: Path, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = sampled(tiny_model_dir, prompts[:6])
+    native_kernels.cache_clear()
+    monkeypatch.setenv("CXX", f"g++ -mno-{missing}")
+    assert native_kernels() is not None, "right, and not far slower than PyTorch"
+    assert difference(sampled(tiny_model_dir, prompts[:6]), expected) < 1e-5
 
 
 def test_gates_of_any_size(fresh: Path) -> None:
