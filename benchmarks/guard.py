@@ -3,9 +3,10 @@
 A few ratios of small benchmarks, against those in `docs/performance`. One that is more than a quarter lower fails; as
 machines are noisy, only where the best of three tries does.
 
-How much faster than other libraries we are depends on the kind of processor, so that is asked for only where products
-in bfloat16 are about as much faster than in float32 as on a machine whose figures are on record. The other ratios have
-our own code on both sides: they tell whether batches, passes and what they share are still put together as they were.
+How much faster than other libraries we are depends on the kind of processor, so that is asked for only where a machine
+with the same instructions is on record, on which products in bfloat16 are about as much faster than in float32. The
+other ratios have our own code on both sides: they tell whether batches, passes and what they share are still put
+together as they were.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 import grpo_step
 import multi_turn
 import rollout
-from common import matmul_rate, read_results
+from common import machine, read_results
 
 FLOOR = 0.75
 TRIES = 3
@@ -27,16 +28,15 @@ Row = dict[str, Any]
 
 def recorded(name: str, **which: Any) -> tuple[Row, bool]:
     """A row of a benchmark's results, and whether it is of this kind of processor."""
-    gain = matmul_rate("bfloat16") / matmul_rate("float32")
 
     def strangeness(measured: Row) -> float:
-        before = measured["machine"]["matmul_gflops"]
-        return abs(math.log(gain / (before["bfloat16"] / before["float32"])))
+        there, here = (one["matmul_gflops"] for one in (measured["machine"], machine()))
+        if measured["machine"]["instructions"] != machine()["instructions"]:
+            return math.inf
+        return abs(math.log(there["bfloat16"] / there["float32"] / (here["bfloat16"] / here["float32"])))
 
-    nearest = min(
-        (one for one in read_results(name) if any(row.items() >= which.items() for row in one["rows"])),
-        key=strangeness,
-    )
+    known = (one for one in read_results(name) if any(row.items() >= which.items() for row in one["rows"]))
+    nearest = min(known, key=strangeness)
     return next(row for row in nearest["rows"] if row.items() >= which.items()), strangeness(nearest) < math.log(3 / 2)
 
 
@@ -61,7 +61,7 @@ def main() -> None:
     turned, _ = recorded("multi_turn", **small, history="append-only", turns=10)
     others = ["ours / generate", "eager / generate"] if sampled_here else []
     if not (sampled_here and trained_here):
-        print("another kind of processor than those of the figures: other libraries are left out", flush=True)
+        print("no figures are on record of this kind of processor beside other libraries", flush=True)
     slow = check(lambda: rollout.measure("S", "float32", ROUNDS), sampled, "staggered / static", *others)
     slow += check(
         lambda: multi_turn.measure("S", "float32", 10, "append-only", ROUNDS), turned, "per call / tree, time"

@@ -14,6 +14,7 @@ import torch
 from engine_tools import load, play, start
 
 from agentscope_tuner.config import LoraConfig
+from agentscope_tuner.engine import completions
 from agentscope_tuner.engine import drafts as drafts_module
 from agentscope_tuner.engine.drafts import CONTEXT, Drafts
 from agentscope_tuner.engine.native import native_kernels
@@ -73,7 +74,7 @@ def guesses(drafts: Drafts, ids: Sequence[int], most: int) -> list[int]:
 
 
 def steps_of(sampler: Sampler, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many rows each step has, noted while the sampler runs."""
+    """Of how many rows each step wants something, noted while the sampler runs."""
     steps: list[int] = []
     runner, hidden = sampler._runner, sampler._runner.hidden
 
@@ -94,6 +95,7 @@ def test_tokens_and_log_probabilities_stay_what_they_are(
     plain = start(loaded, max_slots=8, draft_tokens=0)
     plain_steps = steps_of(plain, monkeypatch)
     expected = play(loaded, plain)
+    monkeypatch.setattr(completions, "_COLUMNS", 1)  # more room is made on the way
     guessing = start(loaded, max_slots=8)
     guessing._completions._drafts = Oracle(expected, wrong)
     steps = steps_of(guessing, monkeypatch)
@@ -214,11 +216,16 @@ def test_a_full_table_keeps_what_is_said_often(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(drafts_module, "_TABLE_BITS", 3)
     drafts = table()
     for i in range(200):
-        for _ in range(2):
+        for _ in range(3):
             learn(drafts, 1, 2, 3, 4)
         learn(drafts, *range(10 * i, 10 * i + 5))
     assert guesses(drafts, [1, 2, 3], 1) == [4]
     assert len(drafts._table) == 8
+    for i in range(20):
+        learn(drafts, *range(10 * i, 10 * i + 50))
+    for _ in range(9):
+        learn(drafts, 8, 7, 6, 5)
+    assert guesses(drafts, [8, 7, 6], 1) == [5], "what is said no more makes room"
 
 
 @compiled

@@ -31,7 +31,7 @@ from agentscope_tuner.algorithms import Datum, weigh
 from agentscope_tuner.algorithms.distributions import draw_tokens
 from agentscope_tuner.algorithms.losses import policy_loss
 from agentscope_tuner.config import AlgorithmConfig, EngineConfig, LoraConfig, TunerModelConfig
-from agentscope_tuner.engine import decoder, model_runner, products
+from agentscope_tuner.engine import completions, decoder, model_runner, products
 from agentscope_tuner.engine.attention import KVCache, PrefixStack, SlotGroup, SlotLayout
 from agentscope_tuner.engine.completions import _Streams
 from agentscope_tuner.engine.decoder import FusedDecoder, ModuleDecoder, NativeDecoder, WholeDecoder
@@ -406,23 +406,84 @@ def test_a_long_prompt_is_computed_beside_the_tokens_of_others(
 
 def test_a_cancelled_episode_leaves_no_trace(tiny_model_dir: Path) -> None:
     loaded = load(tiny_model_dir)
+    plain = SamplingParams(max_tokens=20, seed=5)
+    expected = asyncio.run(start(loaded).sample([9] * 20, plain, episode_id="c"))
     sampler = start(loaded, max_slots=2)
 
     async def run() -> Sample:
         for name in ("a", "b", "c"):
             sampler.open_episode(name)
-        params = SamplingParams(max_tokens=400)
-        hopeless = [asyncio.create_task(sampler.sample([9] * 20, params, episode_id=name)) for name in "ab"]
-        await asyncio.sleep(0.02)
+        heard: list[int] = []
+        params = SamplingParams(max_tokens=400, temperature=0.3, top_k=3, stop=("never said",))
+        hopeless = [
+            asyncio.create_task(sampler.sample([9] * 20, params, episode_id=name, on_token=heard.append))
+            for name in "ab"
+        ]
+        while len(heard) < 50 and not any(task.done() for task in hopeless):
+            await asyncio.sleep(0.001)
+        assert len(heard) >= 50
         for task in hopeless:
             task.cancel()
         await asyncio.gather(*hopeless, return_exceptions=True)
         sampler.close_episode("a")
         sampler.close_episode("b")
-        return await sampler.sample([9] * 20, SamplingParams(max_tokens=4), episode_id="c")
+        return await sampler.sample([9] * 20, plain, episode_id="c")
 
-    assert len(asyncio.run(run()).token_ids) <= 4
+    found = asyncio.run(run())
+    assert found.token_ids == expected.token_ids
+    assert found.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
     sampler.weights_changed(1)  # raises if anything were still under way
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_who_hears_a_token_may_end_an_episode(own: bool, tiny_model_dir: Path) -> None:
+    loaded = load(tiny_model_dir)
+    sampler = start(loaded)
+    others = [SamplingParams(max_tokens=8, seed=seed) for seed in range(3)]
+
+    async def run(listen: bool) -> list[object]:
+        heard: list[int] = []
+
+        def hear(token: int) -> None:
+            heard.append(token)
+            if listen and len(heard) == 8:
+                sampler.close_episode("e1" if own else "e2")
+
+        for params in others:
+            sampler.open_episode(f"e{params.seed}")
+        found = await asyncio.gather(
+            *(
+                sampler.sample(
+                    [5, 6, 7, params.seed + 8],
+                    params,
+                    episode_id=f"e{params.seed}",
+                    on_token=hear if params.seed == 1 else [].append,
+                )
+                for params in others
+            ),
+            return_exceptions=True,
+        )
+        for params in others:
+            sampler.close_episode(f"e{params.seed}")
+        return found
+
+    expected = asyncio.run(run(listen=False))
+    assert all(isinstance(sample, Sample) for sample in expected)
+    sampler.weights_changed(1)
+    found = asyncio.run(run(listen=True))
+    gone = 1 if own else 2
+    assert isinstance(found[gone], asyncio.CancelledError)
+    kept = [number for number in range(3) if number != gone]
+    assert [found[i].token_ids for i in kept] == [expected[i].token_ids for i in kept]
+
+
+def test_room_for_long_completions_is_made_on_the_way(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = load(tiny_model_dir)
+    expected = play(loaded, start(loaded, max_slots=8))
+    monkeypatch.setattr(completions, "_COLUMNS", 1)
+    found = play(loaded, start(loaded, max_slots=8))
+    assert [call.completion_ids for call in found] == [call.completion_ids for call in expected]
+    assert [call.logprobs for call in found] == [call.logprobs for call in expected]
 
 
 def test_an_error_while_computing_reaches_everybody_who_waits(tiny_model_dir: Path) -> None:

@@ -113,7 +113,7 @@ def check_kernels() -> Check:
     """Could the compiled kernels be built?"""
     from agentscope_tuner.engine.native import native_kernels
 
-    missing = "not in use (no g++ or clang++, or a wrong result): long contexts are sampled more slowly"
+    missing = "not in use (no g++ or clang++, or wrong or slow results): long contexts are sampled more slowly"
     found = "built" if native_kernels() else missing
     return Check("compiled kernels", "ok", found)
 

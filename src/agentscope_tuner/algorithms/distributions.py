@@ -41,6 +41,8 @@ def draw_tokens(
 ) -> tuple[Tensor, Tensor]:
     """Draw one token per row by inverting the cumulative distribution.
 
+    All but the logits may be on the CPU, so that nobody waits for a device to know what is asked.
+
     Args:
         logits: (B, V) float32.
         temperature: (B,) of each row; 0 takes the likeliest token.
@@ -53,8 +55,10 @@ def draw_tokens(
         the untempered one.
     """
     device = logits.device
+    truncated, greedy = bool((top_k > 0).any() or (top_p < 1).any()), bool((temperature == 0).any())
+    temperature, top_k, top_p, uniform = (given.to(device) for given in (temperature, top_k, top_p, uniform))
     logits = temper(logits, temperature)
-    if (top_k > 0).any() or (top_p < 1).any():
+    if truncated:
         drawn = temperature > 0
         logits = truncate(logits, torch.where(drawn, top_k, 0), torch.where(drawn, top_p, 1.0))
     highest = logits.amax(-1, keepdim=True)
@@ -74,7 +78,7 @@ def draw_tokens(
     # Rounding may point one past the last token that has any weight.
     last = (inside < inside[:, -1:]).sum(-1, keepdim=True)
     token = chosen * block + torch.minimum(token, last)
-    if (temperature == 0).any():
+    if greedy:
         token = torch.where((temperature > 0)[:, None], token, logits.argmax(-1, keepdim=True))
     logprobs = logits.gather(1, token) - highest - total.log().to(logits.dtype)
     return token[:, 0], logprobs[:, 0]

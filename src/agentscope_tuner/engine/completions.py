@@ -65,8 +65,8 @@ class Completion:
 class Completions:
     """Requests whose prompts are computed, and what was drawn for them.
 
-    Of each sequence all but the last token have keys and values. That one is run next, together with what may come
-    after it: guesses, each of which holds if it is what is drawn at its place.
+    Between steps, all but the last token of each sequence have keys and values. That one is run next, together with
+    what may come after it: guesses, each of which holds if it is what is drawn at its place.
     """
 
     def __init__(
@@ -92,7 +92,9 @@ class Completions:
         self._requests: dict[int, Request] = {}
         """By the rows, which are those of their slots."""
         self._lineup: Lineup | None = None
-        self._begun, self._drawn, self._guessed, self._budget, self._random = np.zeros((5, slots), np.int64)
+        # Of each: the place of the prompt's last token in its slot; how many tokens are drawn, how many guessed after
+        # them, and how many there may be; how many random numbers are at hand.
+        self._prompt_end, self._drawn, self._guessed, self._budget, self._numbers = np.zeros((5, slots), np.int64)
         self._top_k = np.zeros(slots, np.int64)
         self._temperature, self._top_p = np.zeros((2, slots), np.float32)
         self._watched = np.zeros(slots, bool)
@@ -115,8 +117,8 @@ class Completions:
         row, params = request.slot.index, request.params
         self._requests[row] = request
         self._lineup = None
-        self._begun[row] = len(request.slot.ids) - 1
-        self._drawn[row] = self._guessed[row] = self._random[row] = 0
+        self._prompt_end[row] = len(request.slot.ids) - 1
+        self._drawn[row] = self._guessed[row] = self._numbers[row] = 0
         self._budget[row] = request.budget
         self._temperature[row], self._top_k[row], self._top_p[row] = params.temperature, params.top_k, params.top_p
         self._watched[row] = request.on_token is not None or bool(params.stop or params.stop_ids)
@@ -142,7 +144,7 @@ class Completions:
             return
         rows = self._all.index
         drawn = self._drawn[rows]
-        self._reserve(int(drawn.max()) + most + 1)
+        self._reserve(int(drawn.max()) + most)
         starts = rows * self._tokens.shape[1] + drawn
         self._guessed[rows] = self._drafts.guess(self._tokens, starts, np.minimum(most, self._budget[rows] - drawn - 1))
 
@@ -151,7 +153,8 @@ class Completions:
         lineup = Lineup([*plan, *([] if alone else self._all.slots)]) if plan else self._all
         rows = lineup.index
         drawn, counts = self._drawn[rows], self._guessed[rows] + 1
-        first, column, wanted, drawing = self._begun[rows] + drawn, drawn + (CONTEXT - 1), counts, (rows, counts)
+        first, column = self._prompt_end[rows] + drawn, drawn + (CONTEXT - 1)
+        wanted, drawing = counts, (rows, counts)
         if plan:
             wanted = counts.copy()
             place = {row: i for i, row in enumerate(rows.tolist())}
@@ -179,8 +182,8 @@ class Completions:
         rows, counts = work.drawing
         drawn = self._drawn[rows]
         needed = drawn + counts
-        for i in (self._random[rows] < needed).nonzero()[0].tolist():
-            self._take_numbers(int(rows[i]), int(needed[i]))
+        for i in (self._numbers[rows] < needed).nonzero()[0].tolist():
+            self._have_numbers(int(rows[i]), int(needed[i]))
         each, number = rows, drawn
         if (total := int(counts.sum())) > len(rows):
             # A token has its random number, whether it is drawn now or was guessed wrongly and is drawn later.
@@ -212,10 +215,11 @@ class Completions:
                         stopped[i] = True
             over = stopped | (column + 1 == self._budget[rows])
             for i in over.nonzero()[0].tolist():
-                finished.append((self._requests[int(rows[i])], "stop" if stopped[i] else "length"))
+                if (request := self._requests.get(int(rows[i]))) is not None:
+                    finished.append((request, "stop" if stopped[i] else "length"))
             on = held & ~over
             rows, at, left = rows[on], at[on] + 1, left[on] - 1
-        return [self._complete(request, reason) for request, reason in finished]
+        return [self._complete(request, reason) for request, reason in finished if request in self]
 
     @property
     def _all(self) -> Lineup:
@@ -223,17 +227,19 @@ class Completions:
             self._lineup = Lineup([request.slot for request in self._requests.values()])
         return self._lineup
 
-    def _take_numbers(self, row: int, needed: int) -> None:
+    def _have_numbers(self, row: int, needed: int) -> None:
         """Have random numbers for so many tokens of a completion."""
-        begin = int(self._random[row])
+        begin = int(self._numbers[row])
         count = -(-(needed - begin) // _UNIFORMS) * _UNIFORMS
         self._reserve(begin + count)
         self._uniforms[row, begin : begin + count] = self._streams.of(self._requests[row].params.seed, begin, count)
-        self._random[row] += count
+        self._numbers[row] += count
 
     def _tell(self, row: int, token: int) -> bool:
         """Tell whoever listens of a token; whether it ends the completion for reasons of the request's own."""
-        request = self._requests[row]
+        request = self._requests.get(row)
+        if request is None:  # whoever was told before ended it
+            return False
         if request.on_token is not None:
             request.on_token(token)
         params = request.params

@@ -15,14 +15,14 @@ from agentscope_tuner.engine.native import NativeKernels
 
 CONTEXT = 3
 """Tokens that a guess looks back on."""
-_TABLE_BITS = 16
+_TABLE_BITS = 17
 
 
 class Drafts:
     """What followed each few tokens, as a branch predictor's table of saturating counters.
 
-    A guess that fails costs a row of work, one that holds saves a step; it has to hold four times out of five. Contexts
-    may share a place in the table, where the one stays that is right more often.
+    A guess that fails costs a row of work, one that holds saves a step; it has to hold four times out of five. Of
+    contexts that share a place in the table, the one keeps it that comes up more often.
     """
 
     def __init__(self, kernels: NativeKernels) -> None:

@@ -235,5 +235,4 @@ class ModelRunner:
         logits = self.decoder.logits(hidden)
         if self.cache.kernels is not None and not (top_k.any() or (top_p < 1).any()):
             return self.cache.kernels.draw(logits, torch.from_numpy(temperature), torch.from_numpy(uniform))
-        how = (torch.from_numpy(array).to(self._device) for array in (temperature, top_k, top_p, uniform))
-        return draw_tokens(logits.float(), *how)
+        return draw_tokens(logits.float(), *map(torch.from_numpy, (temperature, top_k, top_p, uniform)))

@@ -22,6 +22,9 @@ constexpr int TOGETHER = 8;  // rows that are computed at once: as many as there
 #elif defined(__AVX__)
 constexpr int LANES = 8;
 constexpr int TOGETHER = 3;
+#elif defined(__aarch64__)
+constexpr int LANES = 4;
+constexpr int TOGETHER = 3;
 #else
 constexpr int LANES = 4;
 constexpr int TOGETHER = 1;

@@ -35,10 +35,13 @@ extern "C" void learn(Entry* table, const int64_t* tokens, int64_t count, int64_
     for (int64_t at = CONTEXT; at < count; at++) {
         const uint64_t key = key_of(tokens + at - CONTEXT);
         Entry& entry = table[place(key, bits)];
-        if (entry.key == key && entry.token == tokens[at] && entry.strength > 0)
+        const bool known = entry.key == key && entry.strength > 0;
+        if (known && entry.token == tokens[at])
             entry.strength = std::min(entry.strength + 1, STRONGEST);
-        else if (entry.strength > DISAGREEMENT)
+        else if (known && entry.strength > DISAGREEMENT)
             entry.strength -= DISAGREEMENT;
+        else if (!known && entry.strength > 1)
+            entry.strength--;  // of contexts that share a place, the one that comes up more often keeps it
         else
             entry = {key, static_cast<int32_t>(tokens[at]), 1};
     }
