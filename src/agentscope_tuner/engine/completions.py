@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -35,7 +36,7 @@ class Request:
     slot: Slot
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class Work:
     """Tokens to be run: for each of S slots, those from some place on."""
 
@@ -48,8 +49,18 @@ class Work:
     """(S,) Of how many of the last of them the hidden state is wanted."""
     ids: np.ndarray
     """(N,) Those of one slot after those of the other."""
-    drawing: tuple[np.ndarray, np.ndarray]
-    """The indices of the slots of which something is wanted, and of how many tokens."""
+
+    @cached_property
+    def drawing(self) -> tuple[np.ndarray, np.ndarray]:
+        """The indices of the slots of which something is wanted, and of how many tokens."""
+        some = self.wanted > 0
+        return self.lineup.index[some], self.wanted[some]
+
+
+def count_up(counts: np.ndarray) -> np.ndarray:
+    """0, 1, ... up to each of these counts, one after the other."""
+    within: np.ndarray = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
+    return within
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +165,7 @@ class Completions:
         rows = lineup.index
         drawn, counts = self._drawn[rows], self._guessed[rows] + 1
         first, column = self._prompt_end[rows] + drawn, drawn + (CONTEXT - 1)
-        wanted, drawing = counts, (rows, counts)
+        wanted = counts
         if plan:
             wanted = counts.copy()
             place = {row: i for i, row in enumerate(rows.tolist())}
@@ -163,19 +174,15 @@ class Completions:
             counts[places] = [*plan.values()]
             wanted[places] = [slot.missing == tokens for slot, tokens in plan.items()]
             column[places] = 0
-            some = wanted > 0
-            drawing = rows[some], wanted[some]
-        if len(rows) == (total := int(counts.sum())) and not plan:
-            ids = self._tokens[rows, column]
-        else:
+        columns = np.repeat(column, counts) + count_up(counts)
+        # Of prompts, which are not here, just any tokens, which are then replaced.
+        ids = self._tokens[np.repeat(rows, counts), np.minimum(columns, self._tokens.shape[1] - 1)]
+        if plan:
             ends = counts.cumsum()
-            columns = np.repeat(column - (ends - counts), counts) + np.arange(total)
-            # Of prompts, which are not here, just any tokens, which are then replaced.
-            ids = self._tokens[np.repeat(rows, counts), np.minimum(columns, self._tokens.shape[1] - 1)]
             for slot, tokens in plan.items():
                 end = ends[place[slot.index]]
                 ids[end - tokens : end] = slot.ids[slot.cached : slot.cached + tokens]
-        return Work(lineup, first, counts, wanted, ids, drawing)
+        return Work(lineup, first, counts, wanted, ids)
 
     def distributions(self, work: Work) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """How to draw what is wanted of work: temperatures, top-k, top-p and uniform numbers, each (R,)."""
@@ -184,11 +191,9 @@ class Completions:
         needed = drawn + counts
         for i in (self._numbers[rows] < needed).nonzero()[0].tolist():
             self._have_numbers(int(rows[i]), int(needed[i]))
-        each, number = rows, drawn
-        if (total := int(counts.sum())) > len(rows):
-            # A token has its random number, whether it is drawn now or was guessed wrongly and is drawn later.
-            each = np.repeat(rows, counts)
-            number = np.repeat(needed - counts.cumsum(), counts) + np.arange(total)
+        each = np.repeat(rows, counts)
+        # A token has its random number, whether it is drawn now or was guessed wrongly and is drawn later.
+        number = np.repeat(drawn, counts) + count_up(counts)
         return self._temperature[each], self._top_k[each], self._top_p[each], self._uniforms[each, number]
 
     def take(self, work: Work, tokens: np.ndarray, logprobs: np.ndarray) -> list[Completion]:

@@ -20,7 +20,7 @@ from torch import Tensor
 from agentscope_tuner.algorithms.distributions import draw_tokens
 from agentscope_tuner.config import EngineConfig
 from agentscope_tuner.engine.attention import MOST_PADDING, KVCache, PrefixStack, RowLayout, SlotGroup, SlotLayout
-from agentscope_tuner.engine.completions import Work
+from agentscope_tuner.engine.completions import Work, count_up
 from agentscope_tuner.engine.decoder import Decoder, cache_shape, choose_decoder, kernels_for
 from agentscope_tuner.engine.models import LoadedModel
 from agentscope_tuner.engine.slots import Slot, Trunk
@@ -159,7 +159,7 @@ class ModelRunner:
         rows = (work.first, lineup.index, lineup.trunk_of, lineup.begun)
         wanted: Tensor | None = None
         if len(work.ids) > len(counts):
-            within = np.arange(len(work.ids)) - np.repeat(counts.cumsum() - counts, counts)
+            within = count_up(counts)
             first, *rest = (np.repeat(row, counts) for row in rows)
             rows = (first + within, *rest)
             wanted = torch.from_numpy(within >= np.repeat(counts - work.wanted, counts))

@@ -449,7 +449,7 @@ def _keeps_up(kernels: NativeKernels) -> bool:
     def plainly() -> None:
         torch.softmax(q.view(rows, kv_heads, group, d) @ keys.transpose(2, 3), -1) @ values
 
-    ours, theirs = _shortest(lambda: kernels.attend(q, tiles, values, slots, lengths, trunks, trunk_of), plainly)
+    ours, theirs = shortest_times(lambda: kernels.attend(q, tiles, values, slots, lengths, trunks, trunk_of), plainly)
     return ours < _MUCH_SLOWER * theirs
 
 
@@ -465,11 +465,11 @@ def _gains_by_pairs(kernels: NativeKernels) -> bool:
         kernels.in_pairs = in_pairs
         kernels.linear(x, tiles, None, outputs)
 
-    by_pairs, one_by_one = _shortest(lambda: multiply(True), lambda: multiply(False))
+    by_pairs, one_by_one = shortest_times(lambda: multiply(True), lambda: multiply(False))
     return by_pairs < one_by_one
 
 
-def _shortest(*ways: Callable[[], object]) -> list[float]:
+def shortest_times(*ways: Callable[[], object]) -> list[float]:
     """The shortest of several times that each way took, in turn."""
     taken = [float("inf")] * len(ways)
     for _ in range(8):  # the first ones prepare

@@ -6,7 +6,6 @@ for them, products in bfloat16 take longer than in float32. What is so is found 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -19,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
 from agentscope_tuner.engine.models import LoadedModel
-from agentscope_tuner.engine.native import NativeKernels, weight_tiles
+from agentscope_tuner.engine.native import NativeKernels, shortest_times, weight_tiles
 
 _SHAPES = ((1, 64, 64), (17, 48, 100), (128, 192, 512), (300, 640, 1728), (64, 4096, 64), (1000, 256, 1031))
 """(rows, inner, columns) of the products that are checked."""
@@ -84,15 +83,9 @@ def bfloat16_is_slow() -> bool:
     """
     rows, inner, columns = _TIMED
     a, b = torch.ones(rows, inner), torch.ones(columns, inner)
-    pairs = ((a, b), (a.bfloat16(), b.bfloat16()))
-    taken: list[list[float]] = [[], []]
+    c, d = a.bfloat16(), b.bfloat16()
     with torch.inference_mode(), onednn_products():
-        for _ in range(8):  # the first ones prepare
-            for (x, y), times in zip(pairs, taken, strict=True):
-                begun = time.perf_counter()
-                F.linear(x, y)
-                times.append(time.perf_counter() - begun)
-    wide, narrow = map(min, taken)
+        wide, narrow = shortest_times(lambda: F.linear(a, b), lambda: F.linear(c, d))
     return narrow > wide
 
 
