@@ -62,6 +62,16 @@ def test_several_calls_keep_their_order_and_the_text_around_them() -> None:
     assert len({call.id for call in parse_reply(CALL + CALL, tools=True).tool_calls}) == 2
 
 
+def test_ids_of_calls_are_those_of_their_place() -> None:
+    said = [[call.id for call in parse_reply(CALL + CALL, tools=True, place=place).tool_calls] for place in (0, 1, 0)]
+    assert said[0] == said[2]
+    assert len({*said[0], *said[1]}) == 4
+    nowhere = [parse_reply(CALL, tools=True).tool_calls[0].id for _ in range(2)]
+    assert nowhere[0] != nowhere[1]
+    # Templates of the Mistral family refuse all others.
+    assert all(len(call_id) == 9 and call_id.isalnum() for call_id in (*said[0], *said[1], *nowhere))
+
+
 def test_nested_json_and_braces_in_strings() -> None:
     arguments = {"plan": {"steps": [{"do": 'say }{ \\ " <b>'}, [1, [2.5, None, True]]]}, "empty": {}, "ä": "日本"}
     assert calls_of(f"<tool_call>{json.dumps({'name': 'f', 'arguments': arguments})}</tool_call>") == [("f", arguments)]
@@ -649,6 +659,58 @@ def test_a_template_that_trims_still_finds_replies(chatml: str) -> None:
     messages = [system(), user("  the cat ")]
     messages += [episode.say(messages, " sat\n"), user(" more ")]
     assert episode.tail(episode.render(messages)) == f"\n<|im_start|>user\nmore{END}\n<|im_start|>assistant\n"
+
+
+KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "bytes": (pre_tokenizers.ByteLevel(add_prefix_space=False), {}),
+    "bytes after a space": (pre_tokenizers.ByteLevel(add_prefix_space=True), {}),
+    "words": (pre_tokenizers.Metaspace(prepend_scheme="always"), {}),
+    "words, the first one too": (pre_tokenizers.Metaspace(prepend_scheme="first"), {}),
+    "marks that take the space before them": (pre_tokenizers.ByteLevel(add_prefix_space=False), {"lstrip": True}),
+    "marks that take the space after them": (pre_tokenizers.ByteLevel(add_prefix_space=False), {"rstrip": True}),
+    "marks that are words": (pre_tokenizers.ByteLevel(add_prefix_space=False), {"single_word": True}),
+    "marks that are looked for in a normalized text": (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        {"normalized": True},
+    ),
+}
+MARKS = ("<s>", "<s>more", "<end>", "[end]")
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request: pytest.FixtureRequest) -> ChatRenderer:
+    pre_tokenizer, of_marks = KINDS[request.param]
+    tokenizer = Tokenizer(tokenizer_models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizer
+    alphabet = [*pre_tokenizers.ByteLevel.alphabet(), "\u2581"]
+    trainer = trainers.BpeTrainer(vocab_size=350, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(WORDS * 9, trainer)
+    tokenizer.add_tokens([AddedToken(mark, **{"normalized": False, **of_marks}) for mark in MARKS])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    fast.chat_template = "{{ messages[0].content }}"
+    return ChatRenderer(fast)
+
+
+@given(st.lists(st.sampled_from([*MARKS, "the cat", " ", "\n", "a", "<", "s>", "1", "é"]), max_size=9).map("".join))
+@settings(deadline=None, max_examples=40)
+def test_pieces_are_tokenized_as_the_whole_is(kind: ChatRenderer, text: str) -> None:
+    assert kind.encode(text) == kind.tokenizer.encode(text, add_special_tokens=False)
+
+
+def test_earlier_turns_are_not_tokenized_again(chatml: str) -> None:
+    tokenized: list[str] = []
+
+    class Watched(ChatRenderer):
+        def _tokenize(self, text: str) -> tuple[int, ...]:
+            tokenized.append(text)
+            return super()._tokenize(text)
+
+    renderer = Watched(merging_tokenizer(chatml))
+    history = [system(), *(user(f"the cat said {turn}") for turn in range(20))]
+    renderer.encode(renderer.text(history, None))
+    tokenized.clear()
+    renderer.encode(renderer.text([*history, user("the dog said so")], None))
+    assert tokenized == ["user\nthe dog said so"]
 
 
 def test_a_tokenizer_without_a_template_is_refused(chatml: str) -> None:

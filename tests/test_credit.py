@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import math
 import random
 from collections import defaultdict
@@ -16,7 +17,7 @@ from transformers import AutoTokenizer
 
 from agentscope_tuner import ModelTuner, Task, Workflow, WorkflowOutput, WorkflowTask
 from agentscope_tuner.algorithms import compute_advantages
-from agentscope_tuner.chat import ChatRenderer
+from agentscope_tuner.chat import ChatRenderer, write_reply
 from agentscope_tuner.config import BranchingConfig, WorkflowConfig
 from agentscope_tuner.policy import Sample, SamplingParams
 from agentscope_tuner.recorder import PolicyModel
@@ -251,6 +252,39 @@ def test_a_workflow_that_does_not_repeat_itself_says_so(model: PolicyModel) -> N
     for other in group.episodes[0].branch.continuations:
         assert other.error is not None and other.error.kind == "ReplayError"
         assert "WorkflowTask.seed" in other.error.message
+
+
+def test_ids_of_tool_calls_are_the_same_again(tiny_model_dir: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
+    plain = tokenizer.chat_template
+    # As Mistral's templates do.
+    tokenizer.chat_template = plain.replace("message.content + '\\n</tool", "message.tool_call_id + '\\n</tool")
+    assert tokenizer.chat_template != plain
+    renderer = ChatRenderer(tokenizer)
+    calls = ScriptedPolicy(renderer, lambda *_: write_reply("", [("now", {})]))
+    model = PolicyModel(calls, renderer, frozenset([tokenizer.eos_token_id]), "caller", SamplingParams())
+    tools = [{"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}]
+
+    class Caller(Workflow):
+        async def execute(self, task: WorkflowTask, model_tuner: ModelTuner) -> WorkflowOutput:
+            messages: list[dict[str, Any]] = [{"role": "user", "content": "What time is it?"}]
+            for _ in range(3):
+                (call,) = (await model_tuner(messages, tools)).content
+                function = {"name": call["name"], "arguments": json.dumps(call["input"])}
+                asked = [{"id": call["id"], "type": "function", "function": function}]
+                messages += [{"role": "assistant", "content": None, "tool_calls": asked}]
+                messages += [{"role": "tool", "content": "noon", "tool_call_id": call["id"]}]
+            return WorkflowOutput(reward=1.0)
+
+    branching = BranchingConfig(continuations=1, turns=[2])
+    (first, second) = (play(model, Caller, groups=1, size=1, branching=branching)[0] for _ in range(2))
+    (episode,) = first.episodes
+    assert episode.error is None
+    assert episode.branch is not None
+    assert [other.error for other in episode.branch.continuations] == [None]
+    asked = renderer.decode(episode.calls[2].prompt_ids)
+    assert [call["id"] in asked for m in episode.calls[2].messages for call in m.get("tool_calls", ())] == [True] * 2
+    assert [c.prompt_ids for c in episode.calls] == [c.prompt_ids for c in second.episodes[0].calls]
 
 
 def test_default_models_are_not_asked_again(model: PolicyModel) -> None:

@@ -17,8 +17,8 @@ from agentscope_tuner.config import LoraConfig
 from agentscope_tuner.engine import completions
 from agentscope_tuner.engine import drafts as drafts_module
 from agentscope_tuner.engine.drafts import CONTEXT, Drafts
-from agentscope_tuner.engine.native import native_kernels
 from agentscope_tuner.engine.sampler import Sampler
+from agentscope_tuner.engine.trial import native_kernels
 from agentscope_tuner.policy import Sample, SamplingParams
 from agentscope_tuner.types import ModelCall
 

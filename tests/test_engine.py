@@ -37,10 +37,11 @@ from agentscope_tuner.engine.completions import _Streams
 from agentscope_tuner.engine.decoder import FusedDecoder, ModuleDecoder, NativeDecoder, WholeDecoder
 from agentscope_tuner.engine.learner import Learner
 from agentscope_tuner.engine.models import layer_weight, load_model
-from agentscope_tuner.engine.native import NativeKernels, native_kernels
+from agentscope_tuner.engine.native import NativeKernels
 from agentscope_tuner.engine.products import WideProducts
 from agentscope_tuner.engine.sampler import Sampler
 from agentscope_tuner.engine.trainable import TrainableDecoder, choose_forward
+from agentscope_tuner.engine.trial import native_kernels
 from agentscope_tuner.errors import ConfigError, ModelError, ParityError, PromptTooLongError, TrainingStoppedError
 from agentscope_tuner.policy import Sample, SamplingParams
 from agentscope_tuner.types import ModelCall

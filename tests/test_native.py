@@ -18,7 +18,7 @@ from engine_tools import load, start
 from agentscope_tuner.algorithms.distributions import draw_tokens
 from agentscope_tuner.engine import attention, compiling, decoder, native
 from agentscope_tuner.engine.learner import _EntryColumns, token_logprobs
-from agentscope_tuner.engine.native import native_kernels
+from agentscope_tuner.engine.trial import native_kernels
 from agentscope_tuner.policy import Sample, SamplingParams
 
 

@@ -8,10 +8,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from agentscope_tuner.engine import native, products
+from agentscope_tuner.engine import products, trial
 from agentscope_tuner.engine.attention import CausalLayout, KVCache, PrefixStack, RowLayout
-from agentscope_tuner.engine.native import NativeKernels, native_kernels, to_pairs, to_tiles, weight_tiles
+from agentscope_tuner.engine.native import NativeKernels, to_pairs, to_tiles, weight_tiles
 from agentscope_tuner.engine.products import WideLinears, WideProducts, onednn_products
+from agentscope_tuner.engine.trial import native_kernels
 
 
 @pytest.fixture(autouse=True)
@@ -150,13 +151,13 @@ def test_pairs_are_used_where_they_are_right_and_faster(monkeypatch: pytest.Monk
 
     processor = object.__new__(Processor)
     processor.__dict__.update(compiled.__dict__)
-    assert not native._gains_by_pairs(processor)
+    assert not trial._gains_by_pairs(processor)
     processor.slow = False
-    assert native._gains_by_pairs(processor)
+    assert trial._gains_by_pairs(processor)
     processor.right = False
-    assert not native._gains_by_pairs(processor)
+    assert not trial._gains_by_pairs(processor)
     processor.right, processor.has_pairs = True, False
-    assert not native._gains_by_pairs(processor)
+    assert not trial._gains_by_pairs(processor)
 
 
 def test_kernels_that_are_far_too_slow_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:

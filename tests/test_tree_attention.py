@@ -10,8 +10,8 @@ from torch import Tensor
 
 from agentscope_tuner.algorithms.packing import pack
 from agentscope_tuner.engine import tree_attention
-from agentscope_tuner.engine.native import native_kernels
 from agentscope_tuner.engine.tree_attention import TreeLayout
+from agentscope_tuner.engine.trial import native_kernels
 
 HEADS, KV_HEADS, SIZE = 6, 2, 8
 

@@ -31,9 +31,9 @@ from agentscope_tuner.algorithms.packing import PackedTree, pack
 from agentscope_tuner.chat import ChatRenderer
 from agentscope_tuner.config import EngineConfig, TunerModelConfig, WorkflowConfig
 from agentscope_tuner.engine.models import load_model
-from agentscope_tuner.engine.native import native_kernels
 from agentscope_tuner.engine.trainable import choose_forward
 from agentscope_tuner.engine.tree_attention import TreeLayout
+from agentscope_tuner.engine.trial import native_kernels
 from agentscope_tuner.policy import SamplingParams
 from agentscope_tuner.recorder import PolicyModel
 from agentscope_tuner.rollout import Rollout

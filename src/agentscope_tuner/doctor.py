@@ -111,7 +111,7 @@ def show(checks: list[Check], console: Console) -> None:
 
 def check_kernels() -> Check:
     """Could the compiled kernels be built?"""
-    from agentscope_tuner.engine.native import native_kernels
+    from agentscope_tuner.engine.trial import native_kernels
 
     missing = "not in use (no g++ or clang++, or wrong or slow results): long contexts are sampled more slowly"
     found = "built" if native_kernels() else missing

@@ -10,7 +10,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from agentscope_tuner.chat import ChatRenderer, Conversation, Reply, parse_reply
@@ -49,6 +49,8 @@ class PolicyModel:
 class Completion:
     """What a face needs of one call."""
 
+    call_id: str
+    """Unique within a run."""
     reply: Reply
     prompt_tokens: int
     token_ids: list[int]
@@ -272,7 +274,7 @@ class Recorder:
         text = self.text_of(sample.token_ids, params.stop)
         if self._closed:
             raise EpisodeTimeoutError(f"episode `{self.episode_id}` is over")
-        reply = self.reply_of(text, tools=bool(tools) and tool_choice != "none")
+        reply = self.reply_of(text, tools=bool(tools) and tool_choice != "none", place=place)
         self._conversation.add(prompt, sample.token_ids, reply)
         call = ModelCall(
             role=role,
@@ -294,7 +296,13 @@ class Recorder:
         self.calls.append(call)
         self.answers[place] = call
         return Completion(
-            reply, len(prompt.ids), sample.token_ids, sample.logprobs, sample.finish_reason, sample.policy_version
+            call_id=f"{self.episode_id}/{place}",
+            reply=reply,
+            prompt_tokens=len(prompt.ids),
+            token_ids=sample.token_ids,
+            logprobs=sample.logprobs,
+            finish_reason=sample.finish_reason,
+            policy_version=sample.policy_version,
         )
 
     def _sample_again(
@@ -319,9 +327,9 @@ class Recorder:
         cuts = [text.index(mark) for mark in stop if mark in text]
         return text[: min(cuts)] if cuts else text
 
-    def reply_of(self, text: str, *, tools: bool) -> Reply:
-        """What the text of a completion says; with `tools=False` tool calls stay text."""
-        return parse_reply(text, tools=tools, thinks=self.model.renderer.opens_thinking)
+    def reply_of(self, text: str, *, tools: bool, place: int | None = None) -> Reply:
+        """What the text of a completion says; with `tools=False` tool calls stay text. See `parse_reply`."""
+        return parse_reply(text, tools=tools, thinks=self.model.renderer.opens_thinking, place=place)
 
     def stop_strings(self, options: Mapping[str, Any]) -> tuple[str, ...]:
         """What ends the text of a call with these options."""
@@ -329,23 +337,28 @@ class Recorder:
         return self.model.params.stop + ((stop,) if isinstance(stop, str) else tuple(stop))
 
     def _params(self, options: Mapping[str, Any], place: int) -> SamplingParams:
-        given = {key: value for key, value in options.items() if value is not None}
-        unknown = sorted(set(given) - _SAMPLING_KEYS)
+        base = self.model.params
+        # Each call has its own random numbers, from the run's seed and the call's place alone.
+        params = replace(base, seed=zlib.crc32(f"{self._seed}/{place}".encode()) | self._seed << 32)
+        if given := {key: value for key, value in options.items() if value is not None}:
+            params = self._with_options(params, given)
+        # Greedy evaluation is the run's decision, whatever temperature an agent asks for.
+        return params.greedy() if base.temperature == 0 else params
+
+    def _with_options(self, base: SamplingParams, given: Mapping[str, Any]) -> SamplingParams:
+        unknown = sorted(given.keys() - _SAMPLING_KEYS)
         if unknown:
             raise ConfigError(
                 f"a trained model does not honour `{unknown[0]}`; it takes {', '.join(sorted(_SAMPLING_KEYS))}"
             )
-        base = self.model.params
         limit = given.get("max_tokens", given.get("max_completion_tokens", base.max_tokens))
-        # Each call has its own random numbers, from the run's seed and the call's place alone.
-        seed = zlib.crc32(f"{self._seed}/{place}".encode()) | self._seed << 32
-        params = SamplingParams(
+        params = replace(
+            base,
             temperature=float(given.get("temperature", base.temperature)),
             top_p=float(given.get("top_p", base.top_p)),
             top_k=int(given.get("top_k", base.top_k)),
             max_tokens=min(int(limit), base.max_tokens),
             stop=self.stop_strings(given),
-            seed=seed,
         )
         in_range = 0 <= params.temperature < math.inf and 0 < params.top_p <= 1
         if not in_range or params.top_k < 0 or params.max_tokens < 1:
@@ -353,8 +366,7 @@ class Recorder:
                 f"sampling options are out of range: {dict(given)}; needed are temperature >= 0, 0 < top_p <= 1, "
                 "top_k >= 0 and max_tokens >= 1"
             )
-        # Greedy evaluation is the run's decision, whatever temperature an agent asks for.
-        return params.greedy() if base.temperature == 0 else params
+        return params
 
 
 def _kind(model: Any) -> tuple[type, Any]:

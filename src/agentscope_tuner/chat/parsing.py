@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import uuid
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,18 +34,19 @@ class Reply:
     tool_calls: list[ToolCall] = field(default_factory=list)
 
 
-def parse_reply(completion: str, *, tools: bool, thinks: bool = False) -> Reply:
+def parse_reply(completion: str, *, tools: bool, thinks: bool = False, place: int | None = None) -> Reply:
     """Take a completion apart; with `tools=False` tool calls stay text.
 
     With `thinks`, the prompt ended inside a thinking block: everything before its end is thought, and nothing is done.
     A tool call that is not valid JSON of the right form stays in the text, where the agent, its hints and whoever
-    reads the transcript can see it.
+    reads the transcript can see it. The ids of tool calls are made of the reply's `place` in its episode, so that they
+    are the same whenever that is repeated: some templates show them to the model. Without a place they are random.
     """
     thinking, text = _split_thinking(completion, thinks)
     calls: list[ToolCall] = []
 
     def take(match: re.Match[str]) -> str:
-        call = _tool_call(match.group(1))
+        call = _tool_call(match.group(1), _call_id(place, len(calls)))
         if call is None:
             return match.group(0)
         calls.append(call)
@@ -85,7 +86,12 @@ def _split_thinking(completion: str, thinks: bool) -> tuple[str, str]:
     return "", completion
 
 
-def _tool_call(body: str) -> ToolCall | None:
+def _call_id(place: int | None, number: int) -> str:
+    # Templates of the Mistral family take nothing but nine letters and digits.
+    return secrets.token_hex(5)[:9] if place is None else f"call{place:03}{number:02}"
+
+
+def _tool_call(body: str, call_id: str) -> ToolCall | None:
     try:
         call = json.loads(body)
     except (ValueError, RecursionError):  # thousands of brackets are not too many for a model
@@ -95,4 +101,4 @@ def _tool_call(body: str) -> ToolCall | None:
     name, arguments = call.get("name"), call.get("arguments", {})
     if not isinstance(name, str) or not isinstance(arguments, dict):
         return None
-    return ToolCall(id=f"call_{uuid.uuid4().hex[:12]}", name=name, arguments=arguments)
+    return ToolCall(id=call_id, name=name, arguments=arguments)

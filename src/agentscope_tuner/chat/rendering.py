@@ -8,7 +8,9 @@ was removed) the recorded ids do not apply; the prompt is rendered from text, an
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -29,6 +31,9 @@ _Key = tuple[str, ...]
 
 _SENTINEL = "\ue000reply\ue001"
 """Stands for a recorded reply while the rest is rendered; private-use characters, so no template touches it."""
+
+
+_sorted_json = json.JSONEncoder(sort_keys=True).encode
 
 
 class ChatRenderer:
@@ -55,10 +60,12 @@ class ChatRenderer:
         self.tokenizer = tokenizer
         self._options: dict[str, Any] = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
-        # The episodes of a group begin with one prompt.
-        self._encode = lru_cache(maxsize=1024)(self._tokenize)
+        self._encode = lru_cache(maxsize=4096)(self._tokenize)
+        self._marks = self._independent_marks()
         self.text_of_json = lru_cache(maxsize=1024)(self._apply_template)
         """`text`, of messages and tools as JSON."""
+        self.token_text = lru_cache(maxsize=1024)(self._decode_one)
+        """`decode`, of a single token."""
 
     def text(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> str:
         """The prompt as the template writes it, ready for the assistant's turn."""
@@ -81,7 +88,32 @@ class ChatRenderer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a piece of prompt; the template has already written every special token."""
-        return list(self._encode(text))
+        if self._marks is None:
+            return list(self._encode(text))
+        # Between two special tokens there is a message, or a part of one, that was probably seen before: a system
+        # prompt, tools, an earlier turn.
+        pieces = self._marks.split(text)
+        return list(itertools.chain.from_iterable(self._encode(piece) for piece in pieces if piece))
+
+    def _independent_marks(self) -> re.Pattern[str] | None:
+        """What splits a text into pieces, and is one, such that each is tokenized as if it stood alone.
+
+        None where that cannot be said: some tokenizers take white space into a special token, or begin a text as they
+        begin a word.
+        """
+        if self._backend is None:
+            return None
+        added = [token for token in self.tokenizer.added_tokens_decoder.values() if not token.normalized]
+        if not added or any(token.lstrip or token.rstrip or token.single_word for token in added):
+            return None
+        # Where one begins like another, the longer one is meant.
+        marks = re.compile(f"({'|'.join(map(re.escape, sorted((t.content for t in added), key=len, reverse=True)))})")
+        for text in ("a b", " a", "\na", "1"):
+            probe = text.join(["", *(token.content for token in added), ""])
+            pieces = [self._tokenize(piece) for piece in marks.split(probe)]
+            if self._tokenize(probe) != tuple(itertools.chain.from_iterable(pieces)):
+                return None
+        return marks
 
     def _tokenize(self, text: str) -> tuple[int, ...]:
         # A tool call's JSON may hold half of a surrogate pair, which is not text.
@@ -95,6 +127,9 @@ class ChatRenderer:
         if self._backend is not None:
             return str(self._backend.decode(list(ids), skip_special_tokens=False))
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def _decode_one(self, token: int) -> str:
+        return self.decode([token])
 
 
 @dataclass(slots=True)
@@ -165,8 +200,8 @@ class Conversation:
 
     def add(self, prompt: Prompt, completion_ids: list[int], reply: Reply) -> int:
         """Record a reply; returns the index of the call."""
-        last = completion_ids[-1] if completion_ids else None
-        ended = self._renderer.decode([last]) if last in self._end_of_turn_ids and last is not None else ""
+        last = completion_ids[-1] if completion_ids else -1
+        ended = self._renderer.token_text(last) if last in self._end_of_turn_ids else ""
         self._calls.append(_Recorded(prompt, completion_ids, ended, bool(reply.thinking)))
         node = self._step(prompt.node, _key(reply_message(reply)))
         self._call_at[node] = len(self._calls) - 1
@@ -257,5 +292,5 @@ def _key(message: Message) -> _Key:
     calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())]
     # An agent's own name comes back with its replies, but was not known when they were recorded.
     name = "" if message["role"] == "assistant" else message.get("name", "")
-    written = json.dumps(calls, sort_keys=True) if calls else ""
+    written = _sorted_json(calls) if calls else ""
     return message["role"], name, message["content"].strip(), written

@@ -277,7 +277,7 @@ class Answer:
     """What all pieces of one answer have in common."""
 
     model: str
-    decode: Callable[[Sequence[int]], str]
+    token_text: Callable[[int], str]
     id: str = field(default_factory=lambda: f"chatcmpl-{uuid.uuid4().hex}")
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -327,7 +327,7 @@ class Answer:
         """Every sampled token with its recorded log-probability, those that are not text included."""
         tokens = []
         for token_id, logprob in zip(completion.token_ids, completion.logprobs, strict=True):
-            token = self.decode([token_id])
+            token = self.token_text(token_id)
             # A token may be part of a character, which is no text.
             bytes_ = None if "�" in token else list(token.encode())
             tokens.append({"token": token, "logprob": logprob, "bytes": bytes_, "top_logprobs": []})

@@ -193,7 +193,7 @@ class _Chat:
         request = Request(scope, receive)
         grant = self._server.grant_of(request)
         chat = parse_chat_request(await request.body(), serves=grant.model)
-        answer = Answer(grant.model, grant.recorder.model.renderer.decode)
+        answer = Answer(grant.model, grant.recorder.model.renderer.token_text)
         # (choice, token) as they are drawn; None once the call is over, or the client gone.
         drawn: asyncio.Queue[tuple[int, int] | None] = asyncio.Queue()
         call = asyncio.create_task(_complete(grant, chat, drawn))

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from agentscope_tuner.engine.native import TILE, NativeKernels
+from agentscope_tuner.engine.native import TILE, NativeKernels, places_of
 from agentscope_tuner.errors import ModelError
 
 ATTENTION_NAME = "agentscope_tuner"
@@ -143,6 +143,7 @@ class KVCache:
             self.keys[layer] = self._grown(keys, self._key_extents(capacity))
             self.values[layer] = self._grown(values, (capacity, self._head_dim))
         self.capacity = capacity
+        self._places = places_of([*self.keys, *self.values])
 
     def _rows(self, tokens: int) -> tuple[int, int]:
         """Where so many keys end, and values."""
@@ -151,12 +152,12 @@ class KVCache:
     def copy(self, source: int, target: int, tokens: int) -> None:
         """Copy the first own tokens of one slot to another."""
         key_rows, value_rows = self._rows(tokens)
-        pieces = [(keys, key_rows) for keys in self.keys] + [(values, value_rows) for values in self.values]
         if self.kernels is not None:
-            self.kernels.copy_slot(pieces, source, target)
+            self.kernels.copy_slot(self._places, self._kv_heads, source, target, key_rows, value_rows)
             return
-        for tensor, length in pieces:
-            tensor[target, :, :length] = tensor[source, :, :length]
+        for tensors, rows in ((self.keys, key_rows), (self.values, value_rows)):
+            for tensor in tensors:
+                tensor[target, :, :rows] = tensor[source, :, :rows]
 
     def take(self, slot: int, tokens: int) -> Prefix:
         """A copy of a slot's first own tokens."""

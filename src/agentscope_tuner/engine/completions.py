@@ -51,6 +51,11 @@ class Work:
     """(N,) Those of one slot after those of the other."""
 
     @cached_property
+    def within(self) -> np.ndarray:
+        """(N,) The number of each token among those of its slot."""
+        return count_up(self.counts)
+
+    @cached_property
     def drawing(self) -> tuple[np.ndarray, np.ndarray]:
         """The indices of the slots of which something is wanted, and of how many tokens."""
         some = self.wanted > 0

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from agentscope_tuner.config import EngineConfig
 from agentscope_tuner.engine.attention import CausalLayout, KVCache, RowLayout, SlotLayout
 from agentscope_tuner.engine.models import LoadedModel, agree, layer_weight, low_rank_update
-from agentscope_tuner.engine.native import NativeKernels, native_kernels, weight_tiles
+from agentscope_tuner.engine.native import NativeKernels, weight_tiles
 from agentscope_tuner.engine.products import PlainProducts, Products, products_for
+from agentscope_tuner.engine.trial import native_kernels
 
 FUSED_FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 """Architectures made of RMSNorm, rotary attention (with or without query-key norms) and a gated MLP."""

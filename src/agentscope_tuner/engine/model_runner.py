@@ -20,7 +20,7 @@ from torch import Tensor
 from agentscope_tuner.algorithms.distributions import draw_tokens
 from agentscope_tuner.config import EngineConfig
 from agentscope_tuner.engine.attention import MOST_PADDING, KVCache, PrefixStack, RowLayout, SlotGroup, SlotLayout
-from agentscope_tuner.engine.completions import Work, count_up
+from agentscope_tuner.engine.completions import Work
 from agentscope_tuner.engine.decoder import Decoder, cache_shape, choose_decoder, kernels_for
 from agentscope_tuner.engine.models import LoadedModel
 from agentscope_tuner.engine.slots import Slot, Trunk
@@ -157,21 +157,18 @@ class ModelRunner:
         lineup, counts = work.lineup, work.counts
         self.cache.reserve(int((work.first + counts).max()))
         rows = (work.first, lineup.index, lineup.trunk_of, lineup.begun)
-        wanted: Tensor | None = None
         if len(work.ids) > len(counts):
-            within = count_up(counts)
             first, *rest = (np.repeat(row, counts) for row in rows)
-            rows = (first + within, *rest)
-            wanted = torch.from_numpy(within >= np.repeat(counts - work.wanted, counts))
-        elif not work.wanted.all():
-            wanted = torch.from_numpy(work.wanted > 0)
+            rows = (first + work.within, *rest)
         own, slots, trunk_of, begun = (torch.from_numpy(row) for row in rows)
         stack = self._stack(tuple(trunk.cache for trunk in lineup.trunks)) if lineup.trunks else None
         layout = RowLayout(self.cache, own, slots, trunk_of, stack)
         ids, positions = torch.from_numpy(work.ids), own + begun
         speakers = self._speakers(zip(lineup.slots, counts.tolist(), strict=True))
         hidden = self.decoder.hidden(ids[:, None], positions[:, None], layout, speakers)[:, 0]
-        return hidden if wanted is None else hidden[wanted]
+        if np.array_equal(work.wanted, counts):
+            return hidden
+        return hidden[torch.from_numpy(work.within >= np.repeat(counts - work.wanted, counts))]
 
     def _speakers(self, rows: Iterable[tuple[Slot, int]]) -> list[tuple[str, int]]:
         """The adapters of neighbouring slots, and of how many rows each is."""

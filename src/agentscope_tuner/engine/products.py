@@ -18,7 +18,8 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
 from agentscope_tuner.engine.models import LoadedModel
-from agentscope_tuner.engine.native import NativeKernels, shortest_times, weight_tiles
+from agentscope_tuner.engine.native import NativeKernels, weight_tiles
+from agentscope_tuner.engine.trial import shortest_times
 
 _SHAPES = ((1, 64, 64), (17, 48, 100), (128, 192, 512), (300, 640, 1728), (64, 4096, 64), (1000, 256, 1031))
 """(rows, inner, columns) of the products that are checked."""

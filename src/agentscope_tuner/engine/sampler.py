@@ -285,14 +285,14 @@ class Sampler:
         for request in batch:
             trunk = self._slots.trunk_of(request.adapter, request.prompt_ids)
             own = request.prompt_ids[len(trunk.ids) :] if trunk else request.prompt_ids
-            best, overlap = self._slots.nearest(request.adapter, trunk, own, request.episode_id)
+            best, overlap, outgrown = self._slots.nearest(request.adapter, trunk, own, request.episode_id)
             if best is not None and overlap > best.cached:
                 later.append(request)
                 continue
             if best is not None and not best.busy and best.episode_id in ("", request.episode_id):
                 slot = best
             else:
-                slot = self._slots.victim(keep=best)
+                slot = outgrown or self._slots.victim(keep=best)
                 if best is not None and best is not slot:
                     self._runner.cache.reserve(overlap)
                     self._runner.cache.copy(best.index, slot.index, overlap)

@@ -143,21 +143,27 @@ class Slots:
                     slot.last_used = 0
         return together + tokens <= self._trunk_tokens
 
-    def nearest(self, adapter: str, trunk: Trunk | None, own: list[int], episode_id: str) -> tuple[Slot | None, int]:
+    def nearest(
+        self, adapter: str, trunk: Trunk | None, own: list[int], episode_id: str
+    ) -> tuple[Slot | None, int, Slot | None]:
         """The slot that has most of a sequence's beginning, and how many tokens that is.
 
-        What is about to be computed counts as well.
+        What is about to be computed counts as well. Third, if there is one, the free slot of the episode that would
+        lose nothing to the sequence: all that it holds is a part of its beginning.
         """
-        best, overlap = None, 0
+        best, overlap, outgrown = None, 0, None
         for slot in self._by_head.get((adapter, tuple(own[:_HEAD_TOKENS])), {}).values():
             if slot.trunk is trunk:
                 n = min(common_prefix(slot.ids, own), len(own) - 1)
                 if not slot.prefilling:
                     n = min(n, slot.cached)
                 # Between equals, the episode's own slot: it can go on in place.
-                if (n, slot.episode_id == episode_id) > (overlap, False):
+                mine = slot.episode_id == episode_id
+                if (n, mine) > (overlap, False):
                     best, overlap = slot, n
-        return best, overlap
+                if mine and not slot.busy and n == slot.cached:
+                    outgrown = slot
+        return best, overlap, outgrown
 
     def victim(self, keep: Slot | None = None) -> Slot:
         """The free slot that is missed least: of ended episodes first, then the one unused for longest."""
