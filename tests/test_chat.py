@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokenizers, trainers
 from tokenizers import models as tokenizer_models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -63,13 +63,15 @@ def test_several_calls_keep_their_order_and_the_text_around_them() -> None:
 
 
 def test_ids_of_calls_are_those_of_their_place() -> None:
-    said = [[call.id for call in parse_reply(CALL + CALL, tools=True, place=place).tool_calls] for place in (0, 1, 0)]
-    assert said[0] == said[2]
-    assert len({*said[0], *said[1]}) == 4
-    nowhere = [parse_reply(CALL, tools=True).tool_calls[0].id for _ in range(2)]
-    assert nowhere[0] != nowhere[1]
+    def ids(**where: int) -> list[str]:
+        return [call.id for call in parse_reply(CALL * 300, tools=True, **where).tool_calls]
+
+    assert ids(place=7) == ids(place=7)
+    places = ({"place": 0}, {"place": 1}, {"place": 99}, {"place": 100_000}, {"place": 0, "speaker": 1}, {}, {})
+    said = [call_id for where in places for call_id in ids(**where)]
+    assert len(set(said)) == len(places) * 300
     # Templates of the Mistral family refuse all others.
-    assert all(len(call_id) == 9 and call_id.isalnum() for call_id in (*said[0], *said[1], *nowhere))
+    assert all(len(call_id) == 9 and call_id.isalnum() for call_id in said)
 
 
 def test_nested_json_and_braces_in_strings() -> None:
@@ -661,40 +663,55 @@ def test_a_template_that_trims_still_finds_replies(chatml: str) -> None:
     assert episode.tail(episode.render(messages)) == f"\n<|im_start|>user\nmore{END}\n<|im_start|>assistant\n"
 
 
-KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "bytes": (pre_tokenizers.ByteLevel(add_prefix_space=False), {}),
-    "bytes after a space": (pre_tokenizers.ByteLevel(add_prefix_space=True), {}),
-    "words": (pre_tokenizers.Metaspace(prepend_scheme="always"), {}),
-    "words, the first one too": (pre_tokenizers.Metaspace(prepend_scheme="first"), {}),
-    "marks that take the space before them": (pre_tokenizers.ByteLevel(add_prefix_space=False), {"lstrip": True}),
-    "marks that take the space after them": (pre_tokenizers.ByteLevel(add_prefix_space=False), {"rstrip": True}),
-    "marks that are words": (pre_tokenizers.ByteLevel(add_prefix_space=False), {"single_word": True}),
-    "marks that are looked for in a normalized text": (
-        pre_tokenizers.ByteLevel(add_prefix_space=False),
-        {"normalized": True},
-    ),
+BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False)
+LLAMA_2 = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+KINDS: dict[str, tuple[bool, Any, Any, dict[str, Any]]] = {
+    # Whether pieces are independent, the normalizer, what splits words, of the special tokens.
+    "bytes": (True, None, BYTES, {}),
+    "bytes after a space": (True, None, pre_tokenizers.ByteLevel(add_prefix_space=True), {}),
+    "bytes, composed": (True, normalizers.NFC(), BYTES, {}),
+    "words": (True, None, pre_tokenizers.Metaspace(prepend_scheme="always"), {}),
+    "words, but for a text's first one": (False, None, pre_tokenizers.Metaspace(prepend_scheme="first"), {}),
+    "Llama 2": (True, LLAMA_2, None, {}),
+    "marks that take the space before them": (False, None, BYTES, {"lstrip": True}),
+    "marks that take the space after them": (False, None, BYTES, {"rstrip": True}),
+    "marks that are words": (False, None, BYTES, {"single_word": True}),
+    "marks in a normalized text": (False, LLAMA_2, None, {"normalized": True}),
 }
 MARKS = ("<s>", "<s>more", "<end>", "[end]")
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def kind(request: pytest.FixtureRequest) -> ChatRenderer:
-    pre_tokenizer, of_marks = KINDS[request.param]
+    independent, normalizer, pre_tokenizer, of_marks = KINDS[request.param]
     tokenizer = Tokenizer(tokenizer_models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizer
     alphabet = [*pre_tokenizers.ByteLevel.alphabet(), "\u2581"]
     trainer = trainers.BpeTrainer(vocab_size=350, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(WORDS * 9, trainer)
+    if normalizer is not None:
+        tokenizer.normalizer = normalizer
+    if pre_tokenizer is not None:
+        tokenizer.pre_tokenizer = pre_tokenizer
     tokenizer.add_tokens([AddedToken(mark, **{"normalized": False, **of_marks}) for mark in MARKS])
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
-    fast.chat_template = "{{ messages[0].content }}"
-    return ChatRenderer(fast)
+    fast.chat_template = "{# writes " + " ".join(MARKS) + " #}{{ messages[0].content }}"
+    renderer = ChatRenderer(fast)
+    assert (renderer._marks is not None) == independent
+    return renderer
 
 
 @given(st.lists(st.sampled_from([*MARKS, "the cat", " ", "\n", "a", "<", "s>", "1", "é"]), max_size=9).map("".join))
 @settings(deadline=None, max_examples=40)
 def test_pieces_are_tokenized_as_the_whole_is(kind: ChatRenderer, text: str) -> None:
     assert kind.encode(text) == kind.tokenizer.encode(text, add_special_tokens=False)
+
+
+def test_a_length_set_elsewhere_cuts_no_prompt(chatml: str) -> None:
+    renderer = ChatRenderer(merging_tokenizer(chatml))
+    whole = renderer.encode("the cat sat on the mat")
+    renderer._encode.cache_clear()
+    renderer.tokenizer.backend_tokenizer.enable_truncation(3)
+    assert renderer.encode("the cat sat on the mat") == whole
 
 
 def test_earlier_turns_are_not_tokenized_again(chatml: str) -> None:

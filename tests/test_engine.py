@@ -208,6 +208,33 @@ def test_a_second_turn_goes_on_from_the_first(tiny_model_dir: Path) -> None:
     assert sampler.tokens_prefilled <= 99 + 8 + 2 * 8 * 4
 
 
+def test_an_episode_that_goes_on_from_another_one_s_slot_keeps_to_its_own(tiny_model_dir: Path) -> None:
+    loaded = load(tiny_model_dir)
+    prompt, other = ([5 + i * step % 90 for i in range(40)] for step in (37, 41))
+
+    async def go_on(sampler: Sampler, name: str, ids: list[int]) -> list[int]:
+        sample = await sampler.sample(ids, SamplingParams(temperature=0.0, max_tokens=5), episode_id=name)
+        return [*ids, *sample.token_ids, 7, 8, 9]
+
+    async def turns(sampler: Sampler) -> tuple[list[int], int]:
+        third = await go_on(sampler, "third", other)
+        first = await go_on(sampler, "first", await go_on(sampler, "first", prompt))
+        second = await go_on(sampler, "second", await go_on(sampler, "second", prompt))
+        assert first == second
+        before = sampler.tokens_prefilled
+        second = await go_on(sampler, "second", second)
+        await go_on(sampler, "third", third)
+        return second, sampler.tokens_prefilled - before
+
+    found, prefilled = asyncio.run(turns(start(loaded, max_slots=3)))
+    assert prefilled == 2 * 4, "of both, the last token and three more"
+    alone = start(loaded)
+    wanted = prompt
+    for turn in range(3):
+        wanted = asyncio.run(go_on(alone, f"{turn}", wanted))
+    assert found == wanted
+
+
 def test_what_sequences_share_has_its_place_in_the_budget(tiny_model_dir: Path) -> None:
     loaded = load(tiny_model_dir)
     expected = start(loaded, max_slots=4)

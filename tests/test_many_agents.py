@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import inspect
 import sys
 from collections.abc import Callable
 from copy import deepcopy
@@ -13,10 +15,12 @@ from weakref import ref
 import agentscope._utils._common as common
 import numpy as np
 import pytest
+from agentscope.agent import AgentBase
+from agentscope.message import Msg
 from agentscope.tool import Toolkit, ToolResponse
 from pydantic import BaseModel, Field
 
-from agentscope_tuner.many_agents import share_schemas
+from agentscope_tuner.many_agents import share_schemas, share_signatures
 
 
 class Answer(BaseModel):
@@ -208,6 +212,37 @@ def test_an_agentscope_of_other_insides_is_left_alone(monkeypatch: pytest.Monkey
     share_schemas.__wrapped__()
     assert not hasattr(inside, "_parse_tool_function")
     assert kind.extended_json_schema is getter
+
+
+def test_an_agent_s_methods_are_inspected_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Listener(AgentBase):
+        heard: Any = None
+
+        async def observe(self, msg: Msg | list[Msg] | None, loudly: bool = False) -> None:
+            self.heard = msg, loudly
+
+    share_signatures()
+    inspected: list[Any] = []
+    signature = inspect.signature
+    monkeypatch.setattr(inspect, "signature", lambda *args: inspected.append(args) or signature(*args))
+    monkeypatch.setattr(sys.modules[type(AgentBase).__module__], "inspect", inspect)
+    share_signatures.__wrapped__()
+    listeners = [Listener(), Listener()]
+    seen: list[dict[str, Any]] = []
+    listeners[1].register_instance_hook("pre_observe", "see", lambda agent, given: seen.append(given))
+    said = Msg("user", "a", "user")
+    for listener in listeners * 2:
+        asyncio.run(listener.observe(said, loudly=True))
+        assert listener.heard == (said, True)
+    assert len(inspected) == 1
+    assert [given["loudly"] for given in seen] == [True] * 2
+
+
+def test_signatures_of_an_agentscope_of_other_insides_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    inside: Any = sys.modules[type(AgentBase).__module__]
+    monkeypatch.delattr(inside, "inspect")
+    share_signatures.__wrapped__()
+    assert not hasattr(inside, "inspect")
 
 
 @pytest.mark.filterwarnings("ignore:Default value:pydantic.json_schema.PydanticJsonSchemaWarning")

@@ -103,7 +103,7 @@ def test_attention_in_bfloat16(kernels: NativeKernels, d: int) -> None:
 def test_what_modules_write_is_shared_copied_and_read_by_kernels(kernels: NativeKernels, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     kv_heads, group, d, shared, tokens = 2, 3, 20, 7, 33
-    cache = KVCache((1, kv_heads, d), 3, 64, torch.empty(0, dtype=dtype), kernels)
+    cache = KVCache((2, kv_heads, d), 3, 200, torch.empty(0, dtype=dtype), kernels)
     cache.reserve(tokens)
     q = torch.randn(1, kv_heads * group, tokens, d).to(dtype)
     k, v = torch.randn(2, 1, kv_heads, tokens, d).to(dtype)
@@ -115,11 +115,12 @@ def test_what_modules_write_is_shared_copied_and_read_by_kernels(kernels: Native
         trunk_of = torch.full((rows,), -1 if stack is None else 1)
         layout = RowLayout(cache, own + torch.arange(rows), torch.full((rows,), slot), trunk_of, stack)
         given = (x[0, :, first:].transpose(0, 1)[:, :, None].contiguous() for x in (q, k, v))
-        return layout.attend(0, *given, d**-0.5)[:, 0].double()
+        return layout.attend(1, *given, d**-0.5)[:, 0].double()
 
     whole = attended(1, 0, 0)
     stack = PrefixStack([cache.take(1, 3), cache.take(1, shared)])
     after_trunk = attended(0, shared, 0, stack)
+    cache.reserve(150)
     cache.copy(1, 2, shared)
     after_copy = attended(2, shared, shared)
     error = 2**-7 if dtype == torch.bfloat16 else 1e-6

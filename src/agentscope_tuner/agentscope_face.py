@@ -185,7 +185,6 @@ def _blocks(reply: Reply) -> list[TextBlock | ThinkingBlock | ToolUseBlock]:
 def _response(completion: Completion, structured_model: type[BaseModel] | None, seconds: float) -> ChatResponse:
     return ChatResponse(
         content=_blocks(completion.reply),
-        id=completion.call_id,
         usage=ChatUsage(
             input_tokens=completion.prompt_tokens, output_tokens=completion.completion_tokens, time=seconds
         ),

@@ -7,11 +7,12 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, wraps
-from types import FunctionType
+from functools import cache, lru_cache, wraps
+from types import FunctionType, SimpleNamespace
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
+from agentscope.agent import AgentBase
 from agentscope.tool import Toolkit
 from pydantic import BaseModel
 
@@ -63,10 +64,30 @@ def _once_per_function(parse: Callable[..., Schema]) -> Callable[..., Schema]:
         if not isinstance(function, FunctionType):
             return parse(tool_func, *args, **options)
         # All that the schema is made of; whoever writes tasks into descriptions changes it.
-        source = (function.__name__, function.__doc__, inspect.signature(tool_func), args, options)
+        source = (function.__name__, function.__doc__, _parameters(function), tool_func is function, args, options)
         return _recall(known, function, source, lambda: parse(tool_func, *args, **options))
 
     return parse_once
+
+
+def _parameters(function: FunctionType) -> object:
+    if vars(function):  # such as what it wraps
+        return inspect.signature(function)
+    by_name, annotations = dict(function.__kwdefaults__ or {}), dict(function.__annotations__)
+    return function.__code__, function.__defaults__, by_name, annotations
+
+
+@cache
+def share_signatures() -> None:
+    """From now on, AgentScope looks at the signature of a method of agents once, not whenever it is called.
+
+    It does so for hooks, in every `reply`, `print` and `observe`, be there hooks or not. As for `share_schemas`, there
+    is no public place to say so.
+    """
+    inside: Any = sys.modules[type(AgentBase).__module__]
+    if getattr(inside, "inspect", None) is inspect:
+        once = lru_cache(maxsize=1024)(inspect.signature)
+        inside.inspect = SimpleNamespace(**(vars(inspect) | {"signature": once}))
 
 
 def _once_per_model(extend: Callable[[Any], Schema]) -> Callable[[Any], Schema]:

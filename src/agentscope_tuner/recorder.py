@@ -49,8 +49,6 @@ class PolicyModel:
 class Completion:
     """What a face needs of one call."""
 
-    call_id: str
-    """Unique within a run."""
     reply: Reply
     prompt_tokens: int
     token_ids: list[int]
@@ -117,6 +115,12 @@ class Recorder:
         self._agents = Counter[str]()
         self._closed = False
         self._helps = helps
+        self._helpers = 0
+        self._speaker = 0
+        """Which of the episode's models this is, the policy being the first."""
+        if helps is not None:
+            helps._helpers += 1
+            self._speaker = helps._helpers
 
     def close(self) -> None:
         """The episode is over; a workflow that was abandoned can record nothing more."""
@@ -296,7 +300,6 @@ class Recorder:
         self.calls.append(call)
         self.answers[place] = call
         return Completion(
-            call_id=f"{self.episode_id}/{place}",
             reply=reply,
             prompt_tokens=len(prompt.ids),
             token_ids=sample.token_ids,
@@ -329,7 +332,8 @@ class Recorder:
 
     def reply_of(self, text: str, *, tools: bool, place: int | None = None) -> Reply:
         """What the text of a completion says; with `tools=False` tool calls stay text. See `parse_reply`."""
-        return parse_reply(text, tools=tools, thinks=self.model.renderer.opens_thinking, place=place)
+        thinks = self.model.renderer.opens_thinking
+        return parse_reply(text, tools=tools, thinks=thinks, place=place, speaker=self._speaker)
 
     def stop_strings(self, options: Mapping[str, Any]) -> tuple[str, ...]:
         """What ends the text of a call with these options."""

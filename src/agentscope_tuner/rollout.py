@@ -25,7 +25,7 @@ from agentscope_tuner.errors import (
     RoleError,
     TunerError,
 )
-from agentscope_tuner.many_agents import quiet_agents, share_schemas
+from agentscope_tuner.many_agents import quiet_agents, share_schemas, share_signatures
 from agentscope_tuner.model_tuner import ModelTuner
 from agentscope_tuner.policy import SamplingParams
 from agentscope_tuner.recorder import PolicyModel, Recorder
@@ -129,6 +129,7 @@ class Rollout:
             return episode
 
         share_schemas()
+        share_signatures()
         try:
             with quiet_agents():
                 async with asyncio.TaskGroup() as group:

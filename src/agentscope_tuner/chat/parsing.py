@@ -7,12 +7,15 @@ import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from string import ascii_lowercase
 from typing import Any
 
 _TOOL_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 TOOL_CALL_OPEN = "<tool_call>"
 """Where a tool call begins."""
+_CALLS = 2**12
+"""Of one reply: more than fit into a completion."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,19 +37,22 @@ class Reply:
     tool_calls: list[ToolCall] = field(default_factory=list)
 
 
-def parse_reply(completion: str, *, tools: bool, thinks: bool = False, place: int | None = None) -> Reply:
+def parse_reply(
+    completion: str, *, tools: bool, thinks: bool = False, place: int | None = None, speaker: int = 0
+) -> Reply:
     """Take a completion apart; with `tools=False` tool calls stay text.
 
     With `thinks`, the prompt ended inside a thinking block: everything before its end is thought, and nothing is done.
     A tool call that is not valid JSON of the right form stays in the text, where the agent, its hints and whoever
-    reads the transcript can see it. The ids of tool calls are made of the reply's `place` in its episode, so that they
-    are the same whenever that is repeated: some templates show them to the model. Without a place they are random.
+    reads the transcript can see it. The ids of tool calls are made of the reply's `place` in its episode, and of which
+    model speaks there, so that they are the same whenever that is repeated: some templates show them to the model.
+    Without a place they are random.
     """
     thinking, text = _split_thinking(completion, thinks)
     calls: list[ToolCall] = []
 
     def take(match: re.Match[str]) -> str:
-        call = _tool_call(match.group(1), _call_id(place, len(calls)))
+        call = _tool_call(match.group(1), _call_id(speaker, place, len(calls)))
         if call is None:
             return match.group(0)
         calls.append(call)
@@ -86,9 +92,11 @@ def _split_thinking(completion: str, thinks: bool) -> tuple[str, str]:
     return "", completion
 
 
-def _call_id(place: int | None, number: int) -> str:
+def _call_id(speaker: int, place: int | None, number: int) -> str:
     # Templates of the Mistral family take nothing but nine letters and digits.
-    return secrets.token_hex(5)[:9] if place is None else f"call{place:03}{number:02}"
+    if place is None:
+        return secrets.token_hex(5)[:9]
+    return f"{ascii_lowercase[speaker % 26]}{place * _CALLS + number:08x}"
 
 
 def _tool_call(body: str, call_id: str) -> ToolCall | None:

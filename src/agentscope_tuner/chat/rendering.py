@@ -60,8 +60,9 @@ class ChatRenderer:
         self.tokenizer = tokenizer
         self._options: dict[str, Any] = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
-        self._encode = lru_cache(maxsize=4096)(self._tokenize)
         self._marks = self._independent_marks()
+        # A prompt, which the episodes of a group begin with, or a piece of one.
+        self._encode = lru_cache(maxsize=4096 if self._marks else 512)(self._tokenize)
         self.text_of_json = lru_cache(maxsize=1024)(self._apply_template)
         """`text`, of messages and tools as JSON."""
         self.token_text = lru_cache(maxsize=1024)(self._decode_one)
@@ -98,27 +99,36 @@ class ChatRenderer:
     def _independent_marks(self) -> re.Pattern[str] | None:
         """What splits a text into pieces, and is one, such that each is tokenized as if it stood alone.
 
-        None where that cannot be said: some tokenizers take white space into a special token, or begin a text as they
-        begin a word.
+        These are special tokens that the template writes. None where that cannot be said: some tokenizers take white
+        space into a special token, or put a space before a text, but not before what follows a special token.
         """
-        if self._backend is None:
+        if self._backend is None or self._backend.encode_special_tokens:
             return None
-        added = [token for token in self.tokenizer.added_tokens_decoder.values() if not token.normalized]
-        if not added or any(token.lstrip or token.rstrip or token.single_word for token in added):
+        added = {token.content: token for token in self.tokenizer.added_tokens_decoder.values()}
+        template = str(self.tokenizer.chat_template)
+        marks = [mark for mark in added if mark and mark in template]
+        # Those in a normalized text are looked for later, between the others.
+        marks = [
+            mark for mark in marks if not (added[mark].normalized or any(_overlap(mark, other) for other in added))
+        ]
+        if not marks or any(added[mark].lstrip or added[mark].rstrip or added[mark].single_word for mark in marks):
             return None
-        # Where one begins like another, the longer one is meant.
-        marks = re.compile(f"({'|'.join(map(re.escape, sorted((t.content for t in added), key=len, reverse=True)))})")
-        for text in ("a b", " a", "\na", "1"):
-            probe = text.join(["", *(token.content for token in added), ""])
-            pieces = [self._tokenize(piece) for piece in marks.split(probe)]
+        pattern = re.compile(f"({'|'.join(map(re.escape, marks))})")
+        for text in ("a b", " a", "a ", "\na", "1"):
+            probe = text.join(["", *marks, ""])
+            pieces = [self._tokenize(piece) for piece in pattern.split(probe)]
             if self._tokenize(probe) != tuple(itertools.chain.from_iterable(pieces)):
                 return None
-        return marks
+        return pattern
 
     def _tokenize(self, text: str) -> tuple[int, ...]:
         # A tool call's JSON may hold half of a surrogate pair, which is not text.
         text = text.encode(errors="replace").decode()
         if self._backend is not None:
+            # Some are published with these, and whoever uses the tokenizer elsewhere may set them.
+            if self._backend.truncation or self._backend.padding:
+                self._backend.no_truncation()
+                self._backend.no_padding()
             return tuple(self._backend.encode(text, add_special_tokens=False).ids)
         return tuple(self.tokenizer.encode(text, add_special_tokens=False))
 
@@ -130,6 +140,14 @@ class ChatRenderer:
 
     def _decode_one(self, token: int) -> str:
         return self.decode([token])
+
+
+def _overlap(mark: str, other: str) -> bool:
+    """Whether there is a text in which both can be found, not one after the other."""
+    if mark == other:
+        return False
+    shared = range(1, min(len(mark), len(other)))
+    return mark in other or other in mark or any(mark.endswith(other[:n]) or other.endswith(mark[:n]) for n in shared)
 
 
 @dataclass(slots=True)

@@ -119,6 +119,7 @@ class KVCache:
         self._like = like
         self.keys = [self._empty(self._key_extents(0)) for _ in range(layers)]
         self.values = [self._empty((0, self._head_dim)) for _ in range(layers)]
+        self._places = places_of([*self.keys, *self.values])
 
     def _empty(self, extents: tuple[int, ...]) -> Tensor:
         return self._like.new_empty(self.slots, self._kv_heads, *extents)

@@ -236,7 +236,7 @@ class NativeKernels:
         """Copy what each of so many heads of a slot begins with to another slot.
 
         Args:
-            places: see `places_of`.
+            places: of the keys of all layers, then of their values, see `places_of`.
             heads: K.
             source: the slot to read.
             target: the slot to write.

@@ -146,12 +146,16 @@ class Slots:
     def nearest(
         self, adapter: str, trunk: Trunk | None, own: list[int], episode_id: str
     ) -> tuple[Slot | None, int, Slot | None]:
-        """The slot that has most of a sequence's beginning, and how many tokens that is.
+        """Where a sequence's beginning is.
 
-        What is about to be computed counts as well. Third, if there is one, the free slot of the episode that would
-        lose nothing to the sequence: all that it holds is a part of its beginning.
+        Returns:
+            The slot that has most of it, how many tokens that is, and a free slot of the same episode all of whose
+            tokens begin the sequence, the longest: it is outgrown, and may be overwritten. What is about to be computed
+            counts as well.
         """
-        best, overlap, outgrown = None, 0, None
+        best: Slot | None = None
+        outgrown: Slot | None = None
+        overlap = 0
         for slot in self._by_head.get((adapter, tuple(own[:_HEAD_TOKENS])), {}).values():
             if slot.trunk is trunk:
                 n = min(common_prefix(slot.ids, own), len(own) - 1)
@@ -161,7 +165,7 @@ class Slots:
                 mine = slot.episode_id == episode_id
                 if (n, mine) > (overlap, False):
                     best, overlap = slot, n
-                if mine and not slot.busy and n == slot.cached:
+                if mine and not slot.busy and n == slot.cached > (outgrown.cached if outgrown else 0):
                     outgrown = slot
         return best, overlap, outgrown
 
