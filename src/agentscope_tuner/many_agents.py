@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, lru_cache, wraps
+from functools import cache, wraps
 from types import FunctionType, SimpleNamespace
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -85,8 +85,15 @@ def share_signatures() -> None:
     is no public place to say so.
     """
     inside: Any = sys.modules[type(AgentBase).__module__]
+    known: WeakKeyDictionary[Any, inspect.Signature] = WeakKeyDictionary()
+
+    def once(function: Any) -> inspect.Signature:
+        signature = known.get(function)
+        if signature is None:
+            signature = known[function] = inspect.signature(function)
+        return signature
+
     if getattr(inside, "inspect", None) is inspect:
-        once = lru_cache(maxsize=1024)(inspect.signature)
         inside.inspect = SimpleNamespace(**(vars(inspect) | {"signature": once}))
 
 

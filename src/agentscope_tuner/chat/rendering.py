@@ -143,7 +143,7 @@ class ChatRenderer:
 
 
 def _overlap(mark: str, other: str) -> bool:
-    """Whether there is a text in which both can be found, not one after the other."""
+    """Whether two different texts can be found in a third one such that they share letters."""
     if mark == other:
         return False
     shared = range(1, min(len(mark), len(other)))
