@@ -49,11 +49,8 @@ class Work:
     """(S,) Of how many of the last of them the hidden state is wanted."""
     ids: np.ndarray
     """(N,) Those of one slot after those of the other."""
-
-    @cached_property
-    def within(self) -> np.ndarray:
-        """(N,) The number of each token among those of its slot."""
-        return count_up(self.counts)
+    within: np.ndarray
+    """(N,) The number of each token among those of its slot."""
 
     @cached_property
     def drawing(self) -> tuple[np.ndarray, np.ndarray]:
@@ -179,7 +176,8 @@ class Completions:
             counts[places] = [*plan.values()]
             wanted[places] = [slot.missing == tokens for slot, tokens in plan.items()]
             column[places] = 0
-        columns = np.repeat(column, counts) + count_up(counts)
+        within = count_up(counts)
+        columns = np.repeat(column, counts) + within
         # Of prompts, which are not here, just any tokens, which are then replaced.
         ids = self._tokens[np.repeat(rows, counts), np.minimum(columns, self._tokens.shape[1] - 1)]
         if plan:
@@ -187,7 +185,7 @@ class Completions:
             for slot, tokens in plan.items():
                 end = ends[place[slot.index]]
                 ids[end - tokens : end] = slot.ids[slot.cached : slot.cached + tokens]
-        return Work(lineup, first, counts, wanted, ids)
+        return Work(lineup, first, counts, wanted, ids, within)
 
     def distributions(self, work: Work) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """How to draw what is wanted of work: temperatures, top-k, top-p and uniform numbers, each (R,)."""
