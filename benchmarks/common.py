@@ -365,11 +365,12 @@ def matmul_rate(dtype: str) -> float:
 
 @cache
 def machine() -> dict[str, Any]:
-    """What the figures were measured on."""
+    """What the figures were measured on; the family of a processor tells generations of one name apart."""
     info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    names = [line.partition(":")[2].strip() for line in info.splitlines() if line.startswith("model name")]
+    about = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in info.splitlines())}
+    name, family = about.get("model name", platform.processor()), about.get("cpu family")
     return {
-        "processor": names[0] if names else platform.processor(),
+        "processor": f"{name} of family {family}" if family else name,
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
         "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9),

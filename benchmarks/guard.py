@@ -4,9 +4,9 @@ A few ratios of small benchmarks, against those in `docs/performance`. One that 
 machines are noisy, only where the best of three tries does.
 
 How much faster than other libraries we are depends on the kind of processor, so that is asked for only where a machine
-with the same instructions is on record, on which products in bfloat16 are about as much faster than in float32. The
-other ratios have our own code on both sides: they tell whether batches, passes and what they share are still put
-together as they were.
+with the same instructions is on record, of the same family or one on which products in bfloat16 are about as much
+faster than in float32. The other ratios have our own code on both sides: they tell whether batches, passes and what
+they share are still put together as they were.
 """
 
 from __future__ import annotations
@@ -30,10 +30,13 @@ def recorded(name: str, **which: Any) -> tuple[Row, bool]:
     """A row of a benchmark's results, and whether it is of this kind of processor."""
 
     def strangeness(measured: Row) -> float:
-        there, here = (one["matmul_gflops"] for one in (measured["machine"], machine()))
-        if measured["machine"]["instructions"] != machine()["instructions"]:
+        there, here = measured["machine"], machine()
+        if there["instructions"] != here["instructions"]:
             return math.inf
-        return abs(math.log(there["bfloat16"] / there["float32"] / (here["bfloat16"] / here["float32"])))
+        if there["processor"] == here["processor"]:
+            return 0.0
+        faster = [one["matmul_gflops"]["bfloat16"] / one["matmul_gflops"]["float32"] for one in (there, here)]
+        return abs(math.log(faster[0] / faster[1]))
 
     known = (one for one in read_results(name) if any(row.items() >= which.items() for row in one["rows"]))
     nearest = min(known, key=strangeness)
