@@ -18,6 +18,8 @@ _UNIFORMS = 32
 _COLUMNS = 128
 """Tokens of a completion for which there is room at first."""
 
+Draw = Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
+
 
 @dataclass(eq=False, slots=True)
 class Request:
@@ -187,47 +189,49 @@ class Completions:
                 ids[end - tokens : end] = slot.ids[slot.cached : slot.cached + tokens]
         return Work(lineup, first, counts, wanted, ids, within)
 
-    def distributions(self, work: Work) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """How to draw what is wanted of work: temperatures, top-k, top-p and uniform numbers, each (R,)."""
-        rows, counts = work.drawing
-        drawn = self._drawn[rows]
-        needed = drawn + counts
+    def draw(self, work: Work, draw: Draw) -> list[Completion]:
+        """Draw what is wanted of work; returns the completions that are complete by that.
+
+        Of each completion the first token is taken, and each that comes after one that was guessed.
+
+        Args:
+            work: what was run.
+            draw: tokens (R,) and their log-probabilities (R,) from temperatures, top-k, top-p and uniform numbers, each
+                (R,).
+        """
+        rows, wanted = work.drawing
+        begun = self._drawn[rows]
+        needed = begun + wanted
         for i in (self._numbers[rows] < needed).nonzero()[0].tolist():
             self._have_numbers(int(rows[i]), int(needed[i]))
-        each = np.repeat(rows, counts)
+        each = np.repeat(rows, wanted)
+        number = np.repeat(begun, wanted) + count_up(wanted)
         # A token has its random number, whether it is drawn now or was guessed wrongly and is drawn later.
-        number = np.repeat(drawn, counts) + count_up(counts)
-        return self._temperature[each], self._top_k[each], self._top_p[each], self._uniforms[each, number]
-
-    def take(self, work: Work, tokens: np.ndarray, logprobs: np.ndarray) -> list[Completion]:
-        """Take what was drawn, (R,) tokens and log-probabilities; returns the completions that are complete by that.
-
-        Of each completion that is the first one, and each whose predecessor was guessed.
-        """
-        rows, left = work.drawing
-        at = left.cumsum() - left
+        tokens, logprobs = draw(
+            self._temperature[each], self._top_k[each], self._top_p[each], self._uniforms[each, number]
+        )
+        ends = self._ends.take(tokens, mode="clip")
+        after = wanted.cumsum()
+        broken = ends | (self._tokens[each, CONTEXT + number] != tokens)
+        broken[after - 1] = True
+        last = broken.nonzero()[0]
+        last = last[last.searchsorted(after - wanted)]
+        # What comes later is overwritten.
+        self._tokens[each, CONTEXT + number] = tokens
+        self._logprobs[each, number] = logprobs
+        self._drawn[rows] = number[last] + 1
         self._guessed[rows] = 0
-        finished: list[tuple[Request, str]] = []
-        while len(rows):
-            token, column = tokens[at], self._drawn[rows]
-            held = (left > 1) & (self._tokens[rows, CONTEXT + column] == token)
-            self._tokens[rows, CONTEXT + column] = token
-            self._logprobs[rows, column] = logprobs[at]
-            self._drawn[rows] = column + 1
-            stopped = self._ends.take(token, mode="clip")
-            if self._listeners:
-                watched = self._watched[rows].nonzero()[0]
-                each = (watched.tolist(), rows[watched].tolist(), token[watched].tolist())
-                for i, row, told in zip(*each, strict=True):
-                    if self._tell(row, told):
-                        stopped[i] = True
-            over = stopped | (column + 1 == self._budget[rows])
-            for i in over.nonzero()[0].tolist():
-                if (request := self._requests.get(int(rows[i]))) is not None:
-                    finished.append((request, "stop" if stopped[i] else "length"))
-            on = held & ~over
-            rows, at, left = rows[on], at[on] + 1, left[on] - 1
-        return [self._complete(request, reason) for request, reason in finished if request in self]
+        stopped = ends[last]
+        if self._listeners:
+            watched = self._watched[rows].nonzero()[0]
+            for i, row, first in zip(watched.tolist(), rows[watched].tolist(), begun[watched].tolist(), strict=True):
+                stopped[i] |= self._tell(row, first)
+        over = stopped | (self._drawn[rows] == self._budget[rows])
+        finished = [(self._requests.get(int(rows[i])), stopped[i]) for i in over.nonzero()[0].tolist()]
+        # Whoever was told of a token may have ended any of them.
+        return [
+            self._complete(request, "stop" if stop else "length") for request, stop in finished if request is not None
+        ]
 
     @property
     def _all(self) -> Lineup:
@@ -243,17 +247,24 @@ class Completions:
         self._uniforms[row, begin : begin + count] = self._streams.of(self._requests[row].params.seed, begin, count)
         self._numbers[row] += count
 
-    def _tell(self, row: int, token: int) -> bool:
-        """Tell whoever listens of a token; whether it ends the completion for reasons of the request's own."""
-        request = self._requests.get(row)
-        if request is None:  # whoever was told before ended it
-            return False
-        if request.on_token is not None:
-            request.on_token(token)
-        params = request.params
-        return token in params.stop_ids or bool(
-            params.stop and self._said_stop(params.stop, self._tokens[row, CONTEXT : CONTEXT + self._drawn[row]])
-        )
+    def _tell(self, row: int, first: int) -> bool:
+        """Tell whoever listens of the tokens from this number on; whether one ends the completion for them.
+
+        Those after it are not drawn.
+        """
+        until = int(self._drawn[row])
+        for drawn in range(first + 1, until + 1):
+            request = self._requests.get(row)
+            if request is None:  # whoever was told before ended it
+                break
+            self._drawn[row] = drawn
+            text = self._tokens[row, CONTEXT : CONTEXT + drawn]
+            token, params = int(text[-1]), request.params
+            if request.on_token is not None:
+                request.on_token(token)
+            if token in params.stop_ids or (params.stop and self._said_stop(params.stop, text)):
+                return True
+        return False
 
     def _complete(self, request: Request, reason: str) -> Completion:
         row, drawn = request.slot.index, int(self._drawn[request.slot.index])

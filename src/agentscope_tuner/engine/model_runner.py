@@ -227,9 +227,12 @@ class ModelRunner:
 
     def draw(
         self, hidden: Tensor, temperature: np.ndarray, top_k: np.ndarray, top_p: np.ndarray, uniform: np.ndarray
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Tokens (R,) and log-probabilities (R,) that follow hidden states (R, D), see `distributions.draw_tokens`."""
         logits = self.decoder.logits(hidden)
         if self.cache.kernels is not None and not (top_k.any() or (top_p < 1).any()):
-            return self.cache.kernels.draw(logits, torch.from_numpy(temperature), torch.from_numpy(uniform))
-        return draw_tokens(logits.float(), *map(torch.from_numpy, (temperature, top_k, top_p, uniform)))
+            drawn = self.cache.kernels.draw(logits, torch.from_numpy(temperature), torch.from_numpy(uniform))
+        else:
+            drawn = draw_tokens(logits.float(), *map(torch.from_numpy, (temperature, top_k, top_p, uniform)))
+        tokens, logprobs = (tensor.numpy(force=True) for tensor in drawn)
+        return tokens, logprobs

@@ -12,6 +12,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from operator import attrgetter
 
 import numpy as np
@@ -336,8 +337,7 @@ class Sampler:
                 if not request.slot.missing:
                     completions.add(request)
         if len(work.drawing[0]):
-            drawn = self._runner.draw(hidden, *completions.distributions(work))
-            for completion in completions.take(work, *(tensor.numpy(force=True) for tensor in drawn)):
+            for completion in completions.draw(work, partial(self._runner.draw, hidden)):
                 self._finish(completion)
 
     def _finish(self, completion: Completion) -> None:
