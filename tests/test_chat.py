@@ -663,6 +663,34 @@ def test_a_template_that_trims_still_finds_replies(chatml: str) -> None:
     assert episode.tail(episode.render(messages)) == f"\n<|im_start|>user\nmore{END}\n<|im_start|>assistant\n"
 
 
+@pytest.mark.parametrize("ended", [True, False])
+def test_white_space_that_a_template_puts_around_replies_is_not_sampled(ended: bool) -> None:
+    # As those of Llama 2 and of Mistral do, whose prompts end without any.
+    spaced = ChatRenderer(
+        merging_tokenizer(
+            "{%- for m in messages %}{%- if m.role == 'user' %}{{- '[INST] ' + m.content + ' [/INST]' }}{%- else %}"
+            "{{- ' ' + m.content + ' <|im_end|>' }}{%- endif %}{%- endfor %}"
+        )
+    )
+    episode = Episode(spaced)
+    messages = [user("the cat")]
+    said = [*episode.spell("sat"), *([episode.end] if ended else [])]
+    messages += [episode.say(messages, "sat", said), user("and")]
+    prompt = episode.render(messages)
+    assert episode.tail(prompt) == ("" if ended else f" {END}") + "[INST] and [/INST]"
+    messages += [episode.say(messages, " so"), user("on")]
+    assert episode.tail(episode.render(messages)) == "[INST] on [/INST]"
+
+
+def test_other_words_before_a_reply_are_another_beginning(chatml: str) -> None:
+    changed = chatml.replace("assistant\\n' + message.content", "assistant\\n Well, ' + message.content")
+    assert changed != chatml
+    episode = Episode(ChatRenderer(merging_tokenizer(changed)))
+    messages = [user("the cat")]
+    messages += [episode.say(messages, "sat"), user("and")]
+    assert episode.render(messages).extends is None
+
+
 BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False)
 LLAMA_2 = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
 KINDS: dict[str, tuple[bool, Any, Any, dict[str, Any]]] = {

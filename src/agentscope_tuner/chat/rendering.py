@@ -238,13 +238,15 @@ class Conversation:
             before, found, after = self._renderer.text_of_json(json.dumps(marked), tools_json).partition(_SENTINEL)
         except (TemplateError, ValueError):  # a template that insists on the call its tool messages answer
             return None
-        if not found or before != recorded.prompt.text:
+        # Some templates write white space around a reply; what counts is what was sampled.
+        start, end = recorded.prompt.text, recorded.end_of_turn
+        if not found or not before.startswith(start) or before[len(start) :].strip():
             return None
         beginning = recorded.prompt.ids + recorded.completion_ids
-        if recorded.end_of_turn:
-            if not after.startswith(recorded.end_of_turn):
+        if end:
+            space, found, after = after.partition(end)
+            if not found or space.strip():
                 return None
-            after = after[len(recorded.end_of_turn) :]
         return beginning + self._renderer.encode(after)
 
 
