@@ -301,7 +301,8 @@ def _memory(what: str) -> float:
 class Stopwatch:
     """Seconds spent in some methods of this process."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
         self.seconds: dict[str, float] = defaultdict(float)
         self._originals: list[tuple[Any, str, Any]] = []
 
@@ -313,13 +314,13 @@ class Stopwatch:
         def steps(coroutine: Any) -> Iterator[Any]:
             resume, given = coroutine.send, None
             while True:
-                begun = time.perf_counter()
+                begun = self._clock()
                 try:
                     waited_for = resume(given)
                 except StopIteration as done:
                     return done.value
                 finally:
-                    self.seconds[part] += time.perf_counter() - begun
+                    self.seconds[part] += self._clock() - begun
                 resume, given = coroutine.send, None
                 try:
                     yield waited_for
@@ -327,11 +328,11 @@ class Stopwatch:
                     resume, given = coroutine.throw, exc
 
         def timed(*args: Any, **kwargs: Any) -> Any:
-            begun = time.perf_counter()
+            begun = self._clock()
             try:
                 return original(*args, **kwargs)
             finally:
-                self.seconds[part] += time.perf_counter() - begun
+                self.seconds[part] += self._clock() - begun
 
         async def timed_steps(*args: Any, **kwargs: Any) -> Any:
             return await steps(original(*args, **kwargs))

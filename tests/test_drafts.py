@@ -76,13 +76,13 @@ def guesses(drafts: Drafts, ids: Sequence[int], most: int) -> list[int]:
 def steps_of(sampler: Sampler, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Of how many rows each step wants something, noted while the sampler runs."""
     steps: list[int] = []
-    runner, hidden = sampler._runner, sampler._runner.hidden
+    runner, begin = sampler._runner, sampler._runner.begin
 
-    def noted(work: Any) -> Any:
+    def noted(work: Any, drawing: Any) -> Any:
         steps.append(int(work.wanted.sum()))
-        return hidden(work)
+        return begin(work, drawing)
 
-    monkeypatch.setattr(runner, "hidden", noted)
+    monkeypatch.setattr(runner, "begin", noted)
     return steps
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 KERNELS = Path(__file__).with_name("kernels")
-_COMPILE = ["-c", "-fPIC", "-O3", "-march=native", "-ffast-math", "-fopenmp"]
+_COMPILE = ["-c", "-fPIC", "-O3", "-march=native", "-ffast-math", "-fopenmp", "-pthread"]
 
 
 def compile_kernels() -> Path:
@@ -45,7 +45,7 @@ def compile_kernels() -> Path:
                 _run([*compiler, *_COMPILE, str(KERNELS / f"{part.stem}.cpp"), "-o", str(part)])
             # Linked apart: with `-ffast-math` a linker would switch off denormal numbers in the whole process.
             linked = Path(scratch) / "native.so"
-            _run([*compiler, "-shared", *map(str, compiled), *_openmp(), "-o", str(linked)])
+            _run([*compiler, "-shared", "-pthread", *map(str, compiled), *_openmp(), "-o", str(linked)])
             linked.replace(library)
     return library
 

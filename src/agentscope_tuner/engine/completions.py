@@ -18,8 +18,6 @@ _UNIFORMS = 32
 _COLUMNS = 128
 """Tokens of a completion for which there is room at first."""
 
-Draw = Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
-
 
 @dataclass(eq=False, slots=True)
 class Request:
@@ -59,6 +57,32 @@ class Work:
         """The indices of the slots of which something is wanted, and of how many tokens."""
         some = self.wanted > 0
         return self.lineup.index[some], self.wanted[some]
+
+    @cached_property
+    def wanted_tokens(self) -> np.ndarray:
+        """(R,) The numbers of the tokens of which the hidden state is wanted."""
+        if self.wanted is self.counts:
+            return np.arange(len(self.ids))
+        return (self.within >= np.repeat(self.counts - self.wanted, self.counts)).nonzero()[0]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Drawing:
+    """How R tokens are drawn, see `distributions.draw_tokens`."""
+
+    temperature: np.ndarray
+    """(R,) float32; 0 is greedy."""
+    top_k: np.ndarray
+    """(R,) int64; 0 is all."""
+    top_p: np.ndarray
+    """(R,) float32."""
+    uniform: np.ndarray
+    """(R,) float64, random numbers."""
+
+    @property
+    def truncates(self) -> bool:
+        """Whether some tokens are excluded, however they are drawn."""
+        return bool(self.top_k.any() or (self.top_p < 1).any())
 
 
 def count_up(counts: np.ndarray) -> np.ndarray:
@@ -164,7 +188,10 @@ class Completions:
         self._guessed[rows] = self._drafts.guess(self._tokens, starts, np.minimum(most, self._budget[rows] - drawn - 1))
 
     def work(self, plan: Mapping[Slot, int], *, alone: bool = False) -> Work:
-        """What is run next: so many missing tokens of the slots of a plan, beside all completions or alone."""
+        """What is run next: so many missing tokens of the slots of a plan, beside all completions or alone.
+
+        Completions of slots in the plan may be added afterwards, to draw for them.
+        """
         lineup = Lineup([*plan, *([] if alone else self._all.slots)]) if plan else self._all
         rows = lineup.index
         drawn, counts = self._drawn[rows], self._guessed[rows] + 1
@@ -189,27 +216,28 @@ class Completions:
                 ids[end - tokens : end] = slot.ids[slot.cached : slot.cached + tokens]
         return Work(lineup, first, counts, wanted, ids, within)
 
-    def draw(self, work: Work, draw: Draw) -> list[Completion]:
-        """Draw what is wanted of work; returns the completions that are complete by that.
-
-        Of each completion the first token is taken, and each that comes after one that was guessed.
-
-        Args:
-            work: what was run.
-            draw: tokens (R,) and their log-probabilities (R,) from temperatures, top-k, top-p and uniform numbers, each
-                (R,).
-        """
+    def drawing(self, work: Work) -> Drawing:
+        """How to draw what is wanted of work."""
         rows, wanted = work.drawing
         begun = self._drawn[rows]
         needed = begun + wanted
         for i in (self._numbers[rows] < needed).nonzero()[0].tolist():
             self._have_numbers(int(rows[i]), int(needed[i]))
         each = np.repeat(rows, wanted)
-        number = np.repeat(begun, wanted) + count_up(wanted)
         # A token has its random number, whether it is drawn now or was guessed wrongly and is drawn later.
-        tokens, logprobs = draw(
-            self._temperature[each], self._top_k[each], self._top_p[each], self._uniforms[each, number]
-        )
+        uniform = self._uniforms[each, np.repeat(begun, wanted) + count_up(wanted)]
+        return Drawing(self._temperature[each], self._top_k[each], self._top_p[each], uniform)
+
+    def accept(self, work: Work, tokens: np.ndarray, logprobs: np.ndarray) -> list[Completion]:
+        """Take what was drawn for work: tokens (R,) and their log-probabilities (R,).
+
+        Of each completion the first token is taken, and each that comes after one that was guessed. Returns the
+        completions that are complete by that.
+        """
+        rows, wanted = work.drawing
+        begun = self._drawn[rows]
+        each = np.repeat(rows, wanted)
+        number = np.repeat(begun, wanted) + count_up(wanted)
         ends = self._ends.take(tokens, mode="clip")
         after = wanted.cumsum()
         broken = ends | (self._tokens[each, CONTEXT + number] != tokens)
@@ -228,7 +256,7 @@ class Completions:
                 stopped[i] |= self._tell(row, first)
         over = stopped | (self._drawn[rows] == self._budget[rows])
         finished = [(self._requests.get(int(rows[i])), stopped[i]) for i in over.nonzero()[0].tolist()]
-        # Whoever was told of a token may have ended any of them.
+        # Some may have been ended meanwhile, by whoever was told of a token among others.
         return [
             self._complete(request, "stop" if stop else "length") for request, stop in finished if request is not None
         ]

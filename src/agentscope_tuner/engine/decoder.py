@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from agentscope_tuner.config import EngineConfig
 from agentscope_tuner.engine.attention import CausalLayout, KVCache, RowLayout, SlotLayout
 from agentscope_tuner.engine.models import LoadedModel, agree, layer_weight, low_rank_update
-from agentscope_tuner.engine.native import NativeKernels, weight_tiles
+from agentscope_tuner.engine.native import NativeKernels, Pass, weight_tiles
 from agentscope_tuner.engine.products import PlainProducts, Products, products_for
 from agentscope_tuner.engine.trial import native_kernels
 
@@ -29,6 +29,8 @@ FUSED_FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 
 _SMALL_LAYER = 2**22
 """A layer of at most so many bytes is small: it stays in the cache that a processor's core has for itself."""
+_SMALL_HEAD = 2**24
+"""A head of at most so many bytes may be read once for every few rows."""
 
 CacheLayout = CausalLayout | SlotLayout | RowLayout
 Speakers = Sequence[tuple[str, int]]
@@ -156,7 +158,7 @@ class FusedDecoder:
         self._heads = config.num_attention_heads
         _, self._kv_heads, self._head_dim = cache_shape(loaded)
         self._eps = config.rms_norm_eps
-        self._cos, sin = self._table = rotary_table(loaded)
+        self._cos, sin = self._table = self._rotary_table()
         half = self._head_dim // 2
         self._sin = torch.cat([-sin[:, :half], sin[:, half:]], -1)
         self.refresh()
@@ -173,6 +175,9 @@ class FusedDecoder:
 
     def _layer_products(self) -> Products:
         return self._products
+
+    def _rotary_table(self) -> tuple[Tensor, Tensor]:
+        return rotary_table(self._loaded)
 
     def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         # rotate_half(x) * sin, with the sign already in the table
@@ -207,10 +212,9 @@ class FusedDecoder:
 class NativeDecoder(FusedDecoder):
     """The same, with compiled steps between matrix products. Every token is a row of its own."""
 
-    def __init__(self, loaded: LoadedModel, products: Products) -> None:
-        super().__init__(loaded, products)
-        cosines, sines = self._table
-        self._table = (cosines.float(), sines.float())
+    def _rotary_table(self) -> tuple[Tensor, Tensor]:
+        cosines, sines = super()._rotary_table()
+        return cosines.float(), sines.float()
 
     def hidden(self, ids: Tensor, positions: Tensor, layout: CacheLayout, speakers: Speakers = ()) -> Tensor:
         """(B, 1) token ids and absolute positions to (B, 1, D)."""
@@ -245,35 +249,71 @@ class WholeDecoder(NativeDecoder):
         """Read the weights again."""
         super().refresh()
         self._tensors: list[Tensor] = []  # they are read by address
-        self._places = np.array([self._place(layer) for layer in self._layers])
+        self._places = np.array(
+            [
+                [
+                    *map(self._address, (layer.norm_in, layer.norm_mid, *(layer.norms or (None, None)))),
+                    *(
+                        number
+                        for linear in (layer.qkv, layer.out, layer.gate_up, layer.down)
+                        for number in self._linear(linear.weight, linear.bias)
+                    ),
+                    0,
+                    0,
+                ]
+                for layer in self._layers
+            ]
+        )
+        """(L, 22) See `Layer` in `kernels/whole.cpp`; keys and values come last."""
+        head = layer_weight(self._loaded.head, merged=True)
+        self.draws = head.nbytes <= _SMALL_HEAD
+        """Whether it also draws tokens."""
+        self._model = np.array(
+            [
+                self._address(self._embedding), self._places.ctypes.data, len(self._layers), self._address(self._norm),
+                *(self._linear(head, getattr(self._loaded.head, "bias", None)) if self.draws else [0] * 4),
+                *map(self._address, self._table), len(self._norm), self._heads, self._kv_heads, self._head_dim, 0,
+            ]
+        )  # fmt: skip
+        """See `Model` there; the capacity of the cache comes last."""
 
-    def _place(self, layer: _Layer) -> list[int]:
-        """A `Layer` of `kernels/sampler.cpp`, without keys and values."""
+    def _address(self, tensor: Tensor | None) -> int:
+        if tensor is None:
+            return 0
+        self._tensors.append(tensor)
+        return tensor.data_ptr()
 
-        def address(tensor: Tensor | None) -> int:
-            if tensor is None:
-                return 0
-            self._tensors.append(tensor)
-            return tensor.data_ptr()
+    def _linear(self, weight: Tensor, bias: Tensor | None) -> list[int]:
+        outputs, inputs = weight.shape
+        return [self._address(weight_tiles(weight)), self._address(bias), inputs, outputs]
 
-        place = [address(norm) for norm in (layer.norm_in, layer.norm_mid, *(layer.norms or (None, None)))]
-        for linear in (layer.qkv, layer.out, layer.gate_up, layer.down):
-            outputs, inputs = linear.weight.shape
-            place += [address(weight_tiles(linear.weight)), address(linear.bias), inputs, outputs]
-        return [*place, 0, 0]
+    def begin(
+        self, ids: Tensor, positions: Tensor, layout: RowLayout, wanted: Tensor, drawing: tuple[Tensor, Tensor] | None
+    ) -> Pass:
+        """Begin to run (B,) token ids at absolute positions, see `NativeKernels.begin_pass`.
+
+        Raises:
+            IndexError: an id that the model does not have.
+        """
+        if not 0 <= int(ids.min()) <= int(ids.max()) < len(self._embedding):
+            raise IndexError(f"token ids must be in [0, {len(self._embedding)}), got {ids.min()} to {ids.max()}")
+        cache = layout.cache
+        self._places[:, -2] = [keys.data_ptr() for keys in cache.keys]
+        self._places[:, -1] = [values.data_ptr() for values in cache.values]
+        self._model[-1] = cache.capacity
+        rows = (ids, positions, layout.slots, layout.own, layout.lengths, layout.trunk_of)
+        return layout.kernels.begin_pass(
+            torch.from_numpy(self._model), self._norm, rows, layout.trunks, wanted, drawing,
+            scaling=self._layers[0].scaling, eps=self._eps,
+        )  # fmt: skip
 
     def hidden(self, ids: Tensor, positions: Tensor, layout: CacheLayout, speakers: Speakers = ()) -> Tensor:
         """(B, 1) token ids and absolute positions to (B, 1, D)."""
         assert isinstance(layout, RowLayout)
-        cache = layout.cache
-        self._places[:, -2] = [keys.data_ptr() for keys in cache.keys]
-        self._places[:, -1] = [values.data_ptr() for values in cache.values]
-        return layout.kernels.forward(
-            F.embedding(ids[:, 0], self._embedding).float(), torch.from_numpy(self._places), self._norm, self._table,
-            positions[:, 0].contiguous(), layout.slots, layout.own, layout.lengths, layout.trunks, layout.trunk_of,
-            heads=self._heads, kv_heads=self._kv_heads, capacity=cache.capacity, scaling=self._layers[0].scaling,
-            eps=self._eps,
-        )[:, None]  # fmt: skip
+        wanted = torch.arange(len(ids))
+        return self.begin(ids[:, 0].contiguous(), positions[:, 0].contiguous(), layout, wanted, None).finish()[0][
+            :, None
+        ]
 
 
 def cache_shape(loaded: LoadedModel) -> tuple[int, int, int]:

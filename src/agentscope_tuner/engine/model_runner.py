@@ -10,7 +10,7 @@ import functools
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -20,8 +20,8 @@ from torch import Tensor
 from agentscope_tuner.algorithms.distributions import draw_tokens
 from agentscope_tuner.config import EngineConfig
 from agentscope_tuner.engine.attention import MOST_PADDING, KVCache, PrefixStack, RowLayout, SlotGroup, SlotLayout
-from agentscope_tuner.engine.completions import Work
-from agentscope_tuner.engine.decoder import Decoder, cache_shape, choose_decoder, kernels_for
+from agentscope_tuner.engine.completions import Drawing, Work
+from agentscope_tuner.engine.decoder import Decoder, WholeDecoder, cache_shape, choose_decoder, kernels_for
 from agentscope_tuner.engine.models import LoadedModel
 from agentscope_tuner.engine.slots import Slot, Trunk
 from agentscope_tuner.errors import ConfigError
@@ -74,6 +74,21 @@ def _attended_together(spans: Sequence[_Span], most_tokens: int) -> list[list[_S
         ):
             groups = [shared]
     return groups if plain is None else [plain, *groups]
+
+
+class Run:
+    """Work that was begun, and may go on by itself until it is finished."""
+
+    def __init__(self, finish: Callable[[], tuple[np.ndarray, np.ndarray]]) -> None:
+        self._finish = finish
+
+    def finish(self) -> tuple[np.ndarray, np.ndarray]:
+        """Compute what is left: tokens (R,) and their log-probabilities (R,)."""
+        return self._drawn
+
+    @functools.cached_property
+    def _drawn(self) -> tuple[np.ndarray, np.ndarray]:
+        return self._finish()
 
 
 class ModelRunner:
@@ -147,13 +162,30 @@ class ModelRunner:
             rows[ordered[0]] = min(rows[ordered[0]], max(16, int(_SCORE_ELEMENTS // (self._heads * keys))))
         return rows
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether what was begun goes on while something else is done."""
+        return isinstance(self.decoder, WholeDecoder)
+
+    def begin(self, work: Work, drawing: Drawing) -> Run:
+        """Run work, and draw for all of which the hidden states are wanted."""
+        if not isinstance(self.decoder, WholeDecoder):
+            return Run(lambda: self._draw(self.hidden(work), drawing))
+        rows, wanted = self._rows(work), torch.from_numpy(work.wanted_tokens)
+        if drawing.truncates or not self.decoder.draws:
+            begun = self.decoder.begin(*rows, wanted, None)
+            return Run(lambda: self._draw(begun.finish()[0], drawing))
+        by = (torch.from_numpy(drawing.temperature), torch.from_numpy(drawing.uniform))
+        begun = self.decoder.begin(*rows, wanted, by)
+        return Run(lambda: _as_arrays(begun.finish()))
+
     def hidden(self, work: Work) -> Tensor:
         """The hidden states (R, D) that are wanted."""
         # Nothing is guessed without compiled kernels, so of padded rows only the last one can be wanted.
         return self._flat_rows(work) if self.flat else self._padded_rows(work)
 
-    def _flat_rows(self, work: Work) -> Tensor:
-        """A row for each token: all keys and values are written before any are read."""
+    def _rows(self, work: Work) -> tuple[Tensor, Tensor, RowLayout]:
+        """Ids (N,), positions (N,) and layout of a row for each token."""
         lineup, counts = work.lineup, work.counts
         self.cache.reserve(int((work.first + counts).max()))
         rows = (work.first, lineup.index, lineup.trunk_of, lineup.begun)
@@ -162,13 +194,14 @@ class ModelRunner:
             rows = (first + work.within, *rest)
         own, slots, trunk_of, begun = (torch.from_numpy(row) for row in rows)
         stack = self._stack(tuple(trunk.cache for trunk in lineup.trunks)) if lineup.trunks else None
-        layout = RowLayout(self.cache, own, slots, trunk_of, stack)
-        ids, positions = torch.from_numpy(work.ids), own + begun
-        speakers = self._speakers(zip(lineup.slots, counts.tolist(), strict=True))
+        return torch.from_numpy(work.ids), own + begun, RowLayout(self.cache, own, slots, trunk_of, stack)
+
+    def _flat_rows(self, work: Work) -> Tensor:
+        """A row for each token: all keys and values are written before any are read."""
+        ids, positions, layout = self._rows(work)
+        speakers = self._speakers(zip(work.lineup.slots, work.counts.tolist(), strict=True))
         hidden = self.decoder.hidden(ids[:, None], positions[:, None], layout, speakers)[:, 0]
-        if np.array_equal(work.wanted, counts):
-            return hidden
-        return hidden[torch.from_numpy(work.within >= np.repeat(counts - work.wanted, counts))]
+        return hidden if len(work.wanted_tokens) == len(hidden) else hidden[torch.from_numpy(work.wanted_tokens)]
 
     def _speakers(self, rows: Iterable[tuple[Slot, int]]) -> list[tuple[str, int]]:
         """The adapters of neighbouring slots, and of how many rows each is."""
@@ -225,14 +258,18 @@ class ModelRunner:
         """None of those that were used is used again."""
         self._stack.cache_clear()
 
-    def draw(
-        self, hidden: Tensor, temperature: np.ndarray, top_k: np.ndarray, top_p: np.ndarray, uniform: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens (R,) and log-probabilities (R,) that follow hidden states (R, D), see `distributions.draw_tokens`."""
+    def _draw(self, hidden: Tensor, drawing: Drawing) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens (R,) and log-probabilities (R,) that follow hidden states (R, D)."""
+        if not len(hidden):
+            return np.zeros(0, np.int64), np.zeros(0, np.float32)
         logits = self.decoder.logits(hidden)
-        if self.cache.kernels is not None and not (top_k.any() or (top_p < 1).any()):
-            drawn = self.cache.kernels.draw(logits, torch.from_numpy(temperature), torch.from_numpy(uniform))
-        else:
-            drawn = draw_tokens(logits.float(), *map(torch.from_numpy, (temperature, top_k, top_p, uniform)))
-        tokens, logprobs = (tensor.numpy(force=True) for tensor in drawn)
-        return tokens, logprobs
+        by = drawing.temperature, drawing.top_k, drawing.top_p, drawing.uniform
+        temperature, top_k, top_p, uniform = map(torch.from_numpy, by)
+        if self.cache.kernels is not None and not drawing.truncates:
+            return _as_arrays(self.cache.kernels.draw(logits, temperature, uniform))
+        return _as_arrays(draw_tokens(logits.float(), temperature, top_k, top_p, uniform))
+
+
+def _as_arrays(drawn: Sequence[Tensor]) -> tuple[np.ndarray, np.ndarray]:
+    tokens, logprobs = (tensor.numpy(force=True) for tensor in drawn)
+    return tokens, logprobs

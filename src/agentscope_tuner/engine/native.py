@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,8 +12,28 @@ from torch import Tensor
 
 TILE = 32
 """Keys of so many tokens lie side by side in the cache, number by number."""
-_PIECE = 64
-"""Most rows that one thread takes through a layer at once."""
+_PIECE = 32
+"""About so many rows, at most, one thread takes through a small model at once."""
+
+
+_SIZE = ctypes.c_int64
+
+
+class Pass:
+    """A pass over a small model that was begun. It has to be finished: until then it is being written to."""
+
+    def __init__(self, finish: Callable[[int], None], job: int, results: tuple[Tensor, ...], reads: object) -> None:
+        self._finish = finish
+        self._job: int | None = job
+        self._results = results
+        self._reads = reads  # stays where it is
+
+    def finish(self) -> tuple[Tensor, ...]:
+        """Compute with the helpers what is left; final hidden states (R, D), or tokens (R,) and log-probabilities."""
+        if self._job is not None:
+            self._finish(self._job)
+            self._job = None
+        return self._results
 
 
 class NativeKernels:
@@ -26,7 +46,7 @@ class NativeKernels:
             function.argtypes = [ctypes.c_void_p] * addresses + [*sizes]
             return function
 
-        size, number = ctypes.c_int64, ctypes.c_float
+        size, number = _SIZE, ctypes.c_float
 
         def of_each_type(name: str, addresses: int, *sizes: type) -> dict[torch.dtype, Any]:
             suffixes = {torch.float32: "float", torch.bfloat16: "bf16"}
@@ -36,7 +56,10 @@ class NativeKernels:
         self._add_norm = of_each_type("add_norm", 4, size, size, number)
         self._split_heads = of_each_type("split_heads", 11, *[size] * 5, number, number)
         self._gate_joined = of_each_type("gate_joined", 2, size, size)
-        self._forward = of_each_type("forward", 12, *[size] * 9, number, number)
+        self._begin_pass = of_each_type("begin_pass", 4, size, size, number, number)
+        for function in self._begin_pass.values():
+            function.restype = ctypes.c_void_p
+        self._finish_pass = take("finish_pass", 1)
         self._draw = of_each_type("draw", 5, size, size)
         self._copy_slot = take("copy_slot", 1, *[size] * 6)
         self._learn = take("learn", 2, size, size)
@@ -143,57 +166,45 @@ class NativeKernels:
         self._gate_joined[joined.dtype](*_addresses(joined, out), rows, width // 2)
         return out
 
-    def forward(
+    def begin_pass(
         self,
-        embedded: Tensor,
-        layers: Tensor,
+        model: Tensor,
         norm: Tensor,
-        table: tuple[Tensor, Tensor],
-        positions: Tensor,
-        slots: Tensor,
-        own: Tensor,
-        lengths: Tensor,
+        rows: Sequence[Tensor],
         trunks: Tensor,
-        trunk_of: Tensor,
+        wanted: Tensor,
+        drawing: tuple[Tensor, Tensor] | None = None,
         *,
-        heads: int,
-        kv_heads: int,
-        capacity: int,
         scaling: float,
         eps: float,
-    ) -> Tensor:
-        """All layers at once: final hidden states (B, D) of new tokens, in the type of `norm`.
+    ) -> Pass:
+        """Begin to run new tokens, B rows, through a small model; helpers of this thread compute.
 
         Args:
-            embedded: (B, D) the tokens, float32; overwritten.
-            layers: (L, 22) addresses and sizes, see `Layer` in `kernels/sampler.cpp`: of norms; of each linear layer,
-                those of its weight in tiles (see `weight_tiles`), of its bias or 0, and how many inputs and outputs it
-                has; of keys and values.
-            norm: weight (D,) of the last norm.
-            table: cosines and sines (length, d), float32.
-            positions: (B,) where each token is in its sequence,
-            slots: (B,) in which slot that is,
-            own: (B,) at what place of the slot,
-            lengths: (B,) and how many of the slot's tokens it sees.
+            model: addresses and sizes, see `Model` in `kernels/whole.cpp`.
+            norm: weight (D,) of the last norm, in the model's type.
+            rows: (B,) each: ids of tokens, positions in their sequences; in which slots, at what places of them, and
+                how many of a slot's tokens each sees; trunks as in `attend`. Rows of a slot are neighbours.
             trunks: (L, any, 3) as in `attend`, for each layer.
-            trunk_of: (B,) as in `attend`.
-            heads: of the queries,
-            kv_heads: and of keys and values.
-            capacity: how many tokens a slot of the cache holds.
+            wanted: (R,) of which rows something is wanted, in their order.
+            drawing: temperatures (R,), float32, and random numbers (R,), float64: draw tokens by them (see `draw`).
             scaling: of the queries.
             eps: of the norms.
         """
-        rows, width = embedded.shape
-        out = norm.new_empty(rows, width)
-        # As many pieces as threads, or a multiple: of so few rows that they stay in a processor's cache.
-        threads = torch.get_num_threads()
-        pieces = min(rows, threads * -(-rows // (threads * _PIECE)))
-        addresses = _addresses(
-            embedded, out, layers, norm, *table, positions, slots, own, lengths, trunks, trunk_of
+        results: tuple[Tensor, ...]
+        draws: Sequence[int]
+        if drawing is None:
+            results = (norm.new_empty(len(wanted), len(norm)),)
+            hidden, draws = results[0].data_ptr(), [0] * 4
+        else:
+            results = (torch.empty(len(wanted), dtype=torch.int64), torch.empty(len(wanted)))
+            hidden, draws = 0, [*_addresses(*drawing, *results)]
+        batch = (*_addresses(*rows, wanted, trunks), len(rows[0]), trunks.shape[1], len(wanted))
+        job = self._begin_pass[norm.dtype](
+            model.data_ptr(), (_SIZE * len(batch))(*batch), (_SIZE * len(draws))(*draws), hidden,
+            _PIECE, torch.get_num_threads(), scaling, eps,
         )  # fmt: skip
-        sizes = (len(layers), trunks.shape[1], rows, width, heads, kv_heads, table[0].shape[1], capacity, pieces)
-        self._forward[norm.dtype](*addresses, *sizes, scaling, eps)
-        return out
+        return Pass(self._finish_pass, job, results, (model, norm, rows, trunks, wanted, drawing))
 
     def linear(self, x: Tensor, tiles: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
         """A linear layer in bfloat16, computed in float32.

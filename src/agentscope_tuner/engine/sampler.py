@@ -12,7 +12,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
+from dataclasses import dataclass
 from operator import attrgetter
 
 import numpy as np
@@ -20,10 +20,10 @@ import torch
 
 from agentscope_tuner.algorithms.packing import common_prefix
 from agentscope_tuner.config import EngineConfig
-from agentscope_tuner.engine.completions import Completion, Completions, Request
+from agentscope_tuner.engine.completions import Completion, Completions, Request, Work
 from agentscope_tuner.engine.decoder import ModuleDecoder
 from agentscope_tuner.engine.drafts import Drafts
-from agentscope_tuner.engine.model_runner import ModelRunner
+from agentscope_tuner.engine.model_runner import ModelRunner, Run
 from agentscope_tuner.engine.models import LoadedModel
 from agentscope_tuner.engine.slots import Slot, Slots
 from agentscope_tuner.policy import Sample, SamplingParams, room_for_tokens
@@ -38,6 +38,17 @@ _PATIENCE_SLICE_S = 0.01
 
 
 _NO_SLOT = Slot(-1)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Step:
+    """What is being computed."""
+
+    plan: dict[Slot, int]
+    """How many missing tokens of which prompts."""
+    work: Work
+    completions: Completions
+    run: Run
 
 
 class Sampler:
@@ -72,6 +83,8 @@ class Sampler:
         self._prefilling: list[Request] = []
         """Those with a slot, of whose prompts something is not computed."""
         self._pump: asyncio.Task[None] | None = None
+        self._step: _Step | None = None
+        """The last one that was begun."""
         self._forget()
 
     @property
@@ -161,6 +174,8 @@ class Sampler:
         """
         if self._pending:
             raise RuntimeError("weights changed while completions were under way")
+        if self._step is not None:  # nobody waits for what it draws, but it reads the weights
+            self._step.run.finish()
         self._runner.decoder.refresh()
         self.policy_version = version
         self._forget()
@@ -189,13 +204,24 @@ class Sampler:
             self._quiet.set()
         try:
             while True:
-                await self._settle()
-                if not (self._waiting or self._prefilling or self._completions):
-                    return
+                if not (self._runner.overlaps and self._begun):
+                    await self._settle()
+                    if not (self._waiting or self._begun):
+                        return
                 with torch.inference_mode():
                     if self._may_admit():
                         self._admit()
-                    self._step()
+                    step = self._begin()
+                try:
+                    # Those whose completions ended in the last step act while this one is computed, and take part in
+                    # the next one: also where it would have been over before.
+                    if self._runner.overlaps:
+                        await self._settle()
+                finally:
+                    with torch.inference_mode():
+                        drawn = step.run.finish()
+                if step.completions is self._completions:
+                    self._end(step, *drawn)
         except Exception as exc:  # everybody who waits has to hear of it
             for request in self._pending:
                 if not request.future.done():
@@ -203,14 +229,18 @@ class Sampler:
             self._pending, self._waiting, self._prefilling = set(), [], []
             self._forget()
 
+    @property
+    def _begun(self) -> int:
+        """How many requests have slots."""
+        return len(self._prefilling) + len(self._completions)
+
     def _may_admit(self) -> bool:
         """Whether waiting requests should begin now."""
-        begun = len(self._prefilling) + len(self._completions)
-        if not self._waiting or begun == len(self._slots):
+        if not self._waiting or self._begun == len(self._slots):
             return False
         # Where rows are padded, a prefill is a step of its own; with few rows it costs almost as much as with many, and
         # holds up everybody else. So they begin in bunches.
-        return self._runner.flat or len(self._waiting) * _BUNCH >= begun
+        return self._runner.flat or len(self._waiting) * _BUNCH >= self._begun
 
     async def _settle(self) -> None:
         """Let every open episode that can run do so, until all of them wait or patience ends."""
@@ -318,27 +348,30 @@ class Sampler:
 
     # --------------------------------------------------------------------------------------------- computing
 
-    def _step(self) -> None:
+    def _begin(self) -> _Step:
         """Run what the requests with slots miss, as much as goes at once, and draw for those that miss nothing then."""
-        prefilling, completions = self._prefilling, self._completions
-        plan = self._runner.plan([r.slot for r in prefilling], beside=len(completions)) if prefilling else {}
+        completions = self._completions
+        slots = [request.slot for request in self._prefilling]
+        plan = self._runner.plan(slots, beside=len(completions)) if slots else {}
         # Where rows are padded, those that decode wait for those that prefill.
         alone = bool(plan) and not self._runner.flat
         completions.guess(min(self._draft_tokens, self._prefill_tokens // max(1, len(completions)) - 1))
         work = completions.work(plan, alone=alone)
-        hidden = self._runner.hidden(work)
-        self.rows_decoded += len(work.ids) - sum(plan.values())
-        for slot, tokens in plan.items():
-            slot.cached += tokens
-            self.tokens_prefilled += tokens
-        if plan:
-            self._prefilling = [request for request in prefilling if request.slot.missing]
-            for request in prefilling:
-                if not request.slot.missing:
-                    completions.add(request)
-        if len(work.drawing[0]):
-            for completion in completions.draw(work, partial(self._runner.draw, hidden)):
-                self._finish(completion)
+        for request in self._prefilling:
+            if plan.get(request.slot) == request.slot.missing:
+                completions.add(request)
+        self._prefilling = [request for request in self._prefilling if request not in completions]
+        self._step = _Step(plan, work, completions, self._runner.begin(work, completions.drawing(work)))
+        return self._step
+
+    def _end(self, step: _Step, tokens: np.ndarray, logprobs: np.ndarray) -> None:
+        """Take what was drawn."""
+        self.rows_decoded += len(step.work.ids) - sum(step.plan.values())
+        for slot, count in step.plan.items():
+            slot.cached += count
+            self.tokens_prefilled += count
+        for completion in step.completions.accept(step.work, tokens, logprobs):
+            self._finish(completion)
 
     def _finish(self, completion: Completion) -> None:
         request, token_ids = completion.request, completion.token_ids

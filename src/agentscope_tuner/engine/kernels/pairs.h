@@ -13,9 +13,9 @@
 #include <immintrin.h>
 #endif
 
-namespace {
+extern bool in_pairs;
 
-bool in_pairs = false;
+namespace {
 
 #ifdef __AVX512BF16__
 constexpr bool HAS_PAIRS = true;

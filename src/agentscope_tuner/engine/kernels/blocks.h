@@ -1,0 +1,256 @@
+// What the sampler's kernels share: attention over a key-value cache, read where it lies; the steps between matrix
+// products; linear layers; drawing. All work on numbers of two types, float and bfloat16, and sum up in floats.
+
+#pragma once
+
+#include "common.h"
+#include "pairs.h"
+
+namespace {
+
+// out (m, n), rows of `stride` numbers, becomes a (m, d) times keys in tiles (any, d, TILE).
+void multiply_tiles(const float* a, const float* tiles, float* out, int64_t m, int64_t n, int64_t d, int64_t stride) {
+    for (int64_t first = 0; first < n; first += TILE)
+        score_tile<TOGETHER>(a, Rows{tiles + first * d, TILE}, out + first, m, std::min(TILE, n - first), d, stride);
+}
+
+// Adds weights (m, n), rows of `stride` numbers, times values (n, d) to out (m, d).
+void add_values(const float* weights, int64_t stride, const float* values, float* out, int64_t m, int64_t n,
+                int64_t d) {
+    add_product(weights, 1, stride, Rows{values, d}, out, d, m, n, d);
+}
+
+// How many numbers a product of so many reads.
+template <class T>
+int64_t whole(int64_t count) {
+    return std::is_same_v<T, Bf16> ? even(count) : count;
+}
+
+// Keys in tiles (slots, kv_heads, capacity / TILE, d, TILE), values (slots, kv_heads, capacity, d); in bfloat16 both in
+// pairs, of a key's numbers and of neighbouring values.
+template <class T>
+struct Cache {
+    T *keys, *values;
+    int64_t kv_heads, capacity, d;
+
+    int64_t at(int64_t slot, int64_t head) const { return (slot * kv_heads + head) * capacity * d; }
+
+    void put_key(int64_t slot, int64_t head, int64_t token, const float* key) const {
+        T* const to = keys + at(slot, head) + token / TILE * TILE * d;
+        const int64_t within = token % TILE;
+        for (int64_t j = 0; j < d; j++)
+            if constexpr (std::is_same_v<T, Bf16>)
+                put(to + (j / 2 * TILE + within) * 2 + j % 2, key[j]);
+            else
+                put(to + j * TILE + within, key[j]);
+    }
+
+    template <class In>
+    void put_value(int64_t slot, int64_t head, int64_t token, const In* value) const {
+        T* const to = values + at(slot, head);
+        for (int64_t j = 0; j < d; j++)
+            if constexpr (std::is_same_v<T, Bf16>)
+                put(to + (token / 2 * d + j) * 2 + token % 2, number(value[j]));
+            else
+                put(to + token * d + j, number(value[j]));
+    }
+};
+
+// A prefix of `length` tokens that rows see first, laid out like a slot.
+struct Trunk {
+    int64_t keys, values, length;
+};
+
+// New tokens, a row for each, over the cache.
+template <class T>
+struct Attention {
+    Cache<T> cache;
+    const Trunk* trunks;
+    const int64_t *trunk_of, *slots, *lengths;
+    int64_t group;
+
+    // Cuts rows into blocks (first row, rows) whose keys are read together: those of one trunk, or of one slot.
+    std::vector<std::pair<int64_t, int64_t>> blocks(int64_t first, int64_t end) const {
+        const int64_t most = std::max<int64_t>(1, BLOCK / group);
+        std::vector<std::pair<int64_t, int64_t>> found;
+        for (int64_t row = first; row < end; row++) {
+            const bool together = row > first && trunk_of[row] == trunk_of[row - 1] &&
+                                  (trunk_of[row] >= 0 || slots[row] == slots[row - 1]);
+            if (together && found.back().second < most)
+                found.back().second++;
+            else
+                found.emplace_back(row, 1);
+        }
+        return found;
+    }
+
+    int64_t row_size() const { return cache.kv_heads * group * cache.d; }
+
+    // Outputs (rows, H, d) of one key-value head, for a block of scaled queries (rows, H, d), which both begin with it.
+    template <class Out>
+    void attend(const float* q, Out* out, std::pair<int64_t, int64_t> block, int64_t head) const {
+        thread_local std::vector<float> scores, queries, sums;
+        const int64_t first = block.first, count = block.second;
+        const int64_t d = cache.d, many = count * group;
+        const Trunk trunk = trunk_of[first] < 0 ? Trunk{0, 0, 0} : trunks[trunk_of[first]];
+        const int64_t tiled = (trunk.length + TILE - 1) / TILE * TILE;
+        const T* const trunk_keys = reinterpret_cast<const T*>(trunk.keys) + head * tiled * d;
+        const T* const trunk_values = reinterpret_cast<const T*>(trunk.values) + head * whole<T>(trunk.length) * d;
+        const int64_t width = trunk.length + *std::max_element(lengths + first, lengths + first + count);
+        queries.resize(many * d);
+        sums.assign(many * d, 0.0f);
+        scores.resize(many * width);
+        for (int64_t i = 0; i < count; i++)
+            std::memcpy(&queries[i * group * d], q + i * row_size() + head * group * d, group * d * sizeof(float));
+        multiply_tiles(queries.data(), trunk_keys, scores.data(), many, trunk.length, d, width);
+        // Each slot's own tokens, for its rows: from query `from` on, so many of them.
+        const auto each_slot = [&](auto&& visit) {
+            for (int64_t i = 0, end; i < count; i = end) {
+                for (end = i + 1; end < count && slots[first + end] == slots[first + i];) end++;
+                const int64_t own = *std::max_element(lengths + first + i, lengths + first + end);
+                visit(i * group, (end - i) * group, cache.at(slots[first + i], head), own);
+            }
+        };
+        each_slot([&](int64_t from, int64_t m, int64_t at, int64_t own) {
+            multiply_tiles(&queries[from * d], cache.keys + at, &scores[from * width] + trunk.length, m, own, d, width);
+        });
+        for (int64_t i = 0; i < many; i++)
+            softmax(&scores[i * width], trunk.length + lengths[first + i / group], width);
+        add_values(scores.data(), width, trunk_values, sums.data(), many, trunk.length, d);
+        each_slot([&](int64_t from, int64_t m, int64_t at, int64_t own) {
+            add_values(&scores[from * width] + trunk.length, width, cache.values + at, &sums[from * d], m, own, d);
+        });
+        for (int64_t i = 0; i < count; i++) {
+            Out* to = out + i * row_size() + head * group * d;
+            for (int64_t j = 0; j < group * d; j++) put(to + j, sums[i * group * d + j]);
+        }
+    }
+};
+
+// sum += change (where there is one), and out = sum / sqrt(mean(sum^2) + eps) * weight.
+template <class Change, class T, class Out>
+void add_norm(float* sum, const Change* change, const T* weight, Out* out, int64_t d, float eps) {
+    float squares = 0;
+    if (change != nullptr) {
+#pragma omp simd reduction(+ : squares)
+        for (int64_t j = 0; j < d; j++) {
+            sum[j] += number(change[j]);
+            squares += sum[j] * sum[j];
+        }
+    } else {
+#pragma omp simd reduction(+ : squares)
+        for (int64_t j = 0; j < d; j++) squares += sum[j] * sum[j];
+    }
+    const float by = 1 / std::sqrt(squares / d + eps);
+#pragma omp simd
+    for (int64_t j = 0; j < d; j++) put(out + j, sum[j] * by * number(weight[j]));
+}
+
+// How projections become queries, keys and values: norms over heads, which may be missing, then rotary embedding.
+template <class T>
+struct Heads {
+    const T *q_norm, *k_norm;
+    const float *cosines, *sines;  // (positions, d)
+    const int64_t *positions, *slots, *own;
+    Cache<T> cache;
+    int64_t heads;
+    float scaling, eps;
+
+    // Splits a row's joined projections (heads + 2 kv_heads, d): queries, scaled, go to q (heads, d); keys and values to
+    // the row's place in the cache.
+    template <class In>
+    void split(const In* from, float* q, int64_t row) const {
+        thread_local std::vector<float> in, turned;
+        const int64_t d = cache.d, half = d / 2, kv_heads = cache.kv_heads;
+        in.resize(d);
+        turned.resize(d);
+        const float *c = cosines + positions[row] * d, *s = sines + positions[row] * d;
+        for (int64_t head = 0; head < heads + kv_heads; head++, from += d) {
+            const T* norm = head < heads ? q_norm : k_norm;
+            for (int64_t j = 0; j < d; j++) in[j] = number(from[j]);
+            float by = head < heads ? scaling : 1;
+            if (norm != nullptr) {
+                float squares = 0;
+                for (int64_t j = 0; j < d; j++) squares += in[j] * in[j];
+                by /= std::sqrt(squares / d + eps);
+                for (int64_t j = 0; j < d; j++) in[j] *= number(norm[j]);
+            }
+            for (int64_t j = 0; j < d; j++) in[j] *= by;
+            turn(in.data(), c, s, turned.data(), half, 1);
+            if (head < heads) {
+                std::memcpy(q + head * d, turned.data(), d * sizeof(float));
+            } else {
+                cache.put_key(slots[row], head - heads, own[row], turned.data());
+            }
+        }
+        for (int64_t head = 0; head < kv_heads; head++, from += d) cache.put_value(slots[row], head, own[row], from);
+    }
+};
+
+// out (d) = silu(gate) * up, which lie side by side in joined (2 d).
+template <class In, class Out>
+void gate_joined(const In* joined, Out* out, int64_t d) {
+#pragma omp simd
+    for (int64_t j = 0; j < d; j++) put(out + j, silu(number(joined[j])) * number(joined[d + j]));
+}
+
+// A linear layer: weights (outputs, inputs) in tiles, like keys; the bias may be missing.
+template <class T>
+struct Linear {
+    const T *tiles, *bias;
+    int64_t inputs, outputs;
+
+    void operator()(const float* x, float* y, int64_t rows) const {
+        multiply_tiles(x, tiles, y, rows, outputs, inputs, outputs);
+        if (bias == nullptr) return;
+        for (int64_t row = 0; row < rows; row++)
+            for (int64_t j = 0; j < outputs; j++) y[row * outputs + j] += number(bias[j]);
+    }
+};
+
+// A token by a row of logits, by inverting the cumulative distribution at `uniform`, and its log-probability; at
+// temperature 0 the likeliest one, and its log-probability at temperature 1.
+template <class T>
+int64_t draw_token(const T* x, float temperature, double uniform, int64_t vocabulary, float* logprob) {
+    constexpr int64_t PART = 256;  // two levels keep the sums short: which part of the vocabulary, then which token
+    thread_local std::vector<double> sums;
+    float weights[PART];
+    sums.resize((vocabulary + PART - 1) / PART);
+    float most = number(x[0]);
+#pragma omp simd reduction(max : most)
+    for (int64_t j = 0; j < vocabulary; j++) most = std::max(most, number(x[j]));
+    const float by = temperature > 0 ? 1 / temperature : 1;
+    double total = 0;
+    for (size_t part = 0; part < sums.size(); part++) {
+        const int64_t first = part * PART, end = std::min(first + PART, vocabulary);
+        float sum = 0;
+#pragma omp simd reduction(+ : sum)
+        for (int64_t j = first; j < end; j++) sum += std::exp((number(x[j]) - most) * by);
+        total += sums[part] = sum;
+    }
+    int64_t token = 0;
+    if (temperature > 0) {
+        double rest = uniform * total;
+        size_t part = 0, last = 0;
+        for (; part < sums.size() && rest >= sums[part]; part++) {
+            rest -= sums[part];
+            if (sums[part] > 0) last = part;
+        }
+        if (part == sums.size()) {  // rounding may point one past the end
+            part = last;
+            rest = sums[last];
+        }
+        const int64_t first = part * PART, n = std::min(PART, vocabulary - first);
+        for (int64_t j = 0; j < n; j++) weights[j] = std::exp((number(x[first + j]) - most) * by);
+        for (int64_t j = 0; j < n && (weights[j] == 0 || rest >= 0); j++) {
+            if (weights[j] > 0) token = first + j;
+            rest -= weights[j];
+        }
+    } else {
+        while (number(x[token]) != most) token++;
+    }
+    *logprob = (number(x[token]) - most) * by - std::log(total);
+    return token;
+}
+
+}  // namespace

@@ -1,0 +1,206 @@
+"""Small models in one compiled pass: in pieces, on helping threads, while agents act."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from engine_tools import load, plain_logprobs, play, start
+
+from agentscope_tuner.engine import decoder, native
+from agentscope_tuner.engine.decoder import WholeDecoder
+from agentscope_tuner.engine.native import NativeKernels, Pass
+from agentscope_tuner.engine.sampler import Sampler
+from agentscope_tuner.policy import Sample, SamplingParams
+from agentscope_tuner.types import ModelCall
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no compiler")
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    """Whatever number of threads a test sets is forgotten."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def sampler(tiny_model_dir: Path) -> Sampler:
+    sampler = start(load(tiny_model_dir), max_slots=8)
+    assert isinstance(sampler._runner.decoder, WholeDecoder)
+    return sampler
+
+
+def noted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """When passes begin and are finished."""
+    notes: list[str] = []
+    begin, finish = NativeKernels.begin_pass, Pass.finish
+    monkeypatch.setattr(NativeKernels, "begin_pass", lambda *args, **k: notes.append("begin") or begin(*args, **k))
+    monkeypatch.setattr(Pass, "finish", lambda self: notes.append("finish") or finish(self))
+    return notes
+
+
+@pytest.mark.parametrize("helpers", [0, 3])
+@pytest.mark.parametrize("piece", [1, 5, 64])
+def test_pieces_of_any_size_are_exact(
+    piece: int, helpers: int, tiny_model_dir: Path, threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long prompts are cut, too: their later pieces wait for what earlier ones write."""
+    monkeypatch.setattr(native, "_PIECE", piece)
+    torch.set_num_threads(1 + helpers)
+    loaded = load(tiny_model_dir)
+    sampler = start(loaded, prefill_tokens=300)
+    calls = play(loaded, sampler, episodes=12, shared=120)
+    rng = random.Random(0)
+    prompt = [rng.randrange(3, 100) for _ in range(400)]
+
+    async def alone() -> ModelCall:
+        sample = await sampler.sample(prompt, SamplingParams(max_tokens=8), episode_id="alone")
+        return replace(calls[0], prompt_ids=prompt, completion_ids=sample.token_ids, logprobs=sample.logprobs)
+
+    for call in [asyncio.run(alone()), *calls]:
+        gap = (torch.tensor(call.logprobs) - plain_logprobs(loaded, call).detach()).abs().max()
+        assert gap < 1e-4
+
+
+def test_equal_bits_whatever_the_pieces(tiny_model_dir: Path, threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for piece, number in ((64, 1), (3, 4)):
+        monkeypatch.setattr(native, "_PIECE", piece)
+        torch.set_num_threads(number)
+        loaded = load(tiny_model_dir)
+        found.append([(call.completion_ids, call.logprobs) for call in play(loaded, start(loaded), mixed_params=False)])
+    assert found[0] == found[1]
+
+
+def test_agents_act_while_others_are_computed(sampler: Sampler, monkeypatch: pytest.MonkeyPatch) -> None:
+    notes = noted(monkeypatch)
+
+    async def agent(name: str, turns: int, tokens: int) -> None:
+        sampler.open_episode(name)
+        for turn in range(turns):
+            await sampler.sample([5] * 9, SamplingParams(max_tokens=tokens, seed=turn), episode_id=name)
+            notes.append("act")
+        sampler.close_episode(name)
+
+    async def everybody() -> None:
+        await asyncio.gather(agent("brief", 3, 2), agent("long", 1, 40))
+
+    asyncio.run(everybody())
+    during = [before == "begin" for before, note in itertools.pairwise(notes) if note == "act"]
+    assert during[:3] == [True] * 3
+
+
+def test_a_large_head_is_multiplied_once_for_all(
+    sampler: Sampler, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decoder, "_SMALL_HEAD", 0)
+    loaded = load(tiny_model_dir)
+    other = start(loaded, max_slots=8)
+    assert not other._runner.decoder.draws
+    calls, expected = play(loaded, other), play(loaded, sampler)
+    assert [call.completion_ids for call in calls] == [call.completion_ids for call in expected]
+
+
+async def _complete(sampler: Sampler, name: str, tokens: int) -> Sample:
+    return await sampler.sample([7, 8, 9, len(name)], SamplingParams(max_tokens=tokens, seed=3), episode_id=name)
+
+
+async def _while_others_are_computed(sampler: Sampler, notes: list[str]) -> None:
+    """Return while a pass for others is being computed: an agent acts then, and is waited for."""
+    sampler.open_episode("brief")
+    await _complete(sampler, "brief", 2)
+    assert notes.count("begin") == notes.count("finish") + 1
+
+
+def test_who_is_cancelled_while_computed_leaves_no_trace(sampler: Sampler, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = asyncio.run(_complete(sampler, "stays", 30))
+    sampler.weights_changed(1)
+    notes = noted(monkeypatch)
+
+    async def run() -> Sample:
+        stays, goes = (asyncio.ensure_future(_complete(sampler, name, 30)) for name in ("stays", "goes"))
+        await _while_others_are_computed(sampler, notes)
+        goes.cancel()
+        await asyncio.wait([goes])
+        assert goes.cancelled() and notes.count("begin") == notes.count("finish") + 1
+        sampler.close_episode("brief")
+        # All slots are needed, that of the cancelled one as well.
+        await asyncio.gather(*[_complete(sampler, f"other{i}", 5) for i in range(8)])
+        return await stays
+
+    sample = asyncio.run(run())
+    assert (sample.token_ids, sample.logprobs) == (expected.token_ids, expected.logprobs)
+    assert not any(slot.busy for slot in sampler._slots)
+
+
+def test_weights_may_change_while_nobody_waits_for_what_is_computed(
+    sampler: Sampler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = asyncio.run(_complete(sampler, "again", 12))
+    sampler.weights_changed(1)
+    notes = noted(monkeypatch)
+
+    async def run() -> Sample:
+        goes = asyncio.ensure_future(_complete(sampler, "goes", 30))
+        await _while_others_are_computed(sampler, notes)
+        goes.cancel()
+        await asyncio.wait([goes])
+        sampler.weights_changed(2)
+        assert notes.count("begin") == notes.count("finish")
+        sampler.close_episode("brief")
+        return await _complete(sampler, "again", 12)
+
+    sample = asyncio.run(run())
+    assert sample.policy_version == 2
+    assert (sample.token_ids, sample.logprobs) == (expected.token_ids, expected.logprobs)
+
+
+def test_an_event_loop_may_end_while_a_pass_is_computed(sampler: Sampler, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = asyncio.run(_complete(sampler, "again", 12))
+    notes = noted(monkeypatch)
+
+    async def run() -> None:
+        goes = asyncio.ensure_future(_complete(sampler, "goes", 30))
+        await _while_others_are_computed(sampler, notes)
+        assert not goes.done()
+
+    asyncio.run(run())
+    assert notes.count("begin") == notes.count("finish")
+    sampler.close_episode("brief")
+    sampler.weights_changed(1)
+    sample = asyncio.run(_complete(sampler, "again", 12))
+    assert (sample.token_ids, sample.logprobs) == (expected.token_ids, expected.logprobs)
+
+
+def test_two_samplers_compute_at_once(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = (start(load(tiny_model_dir), max_slots=8) for _ in range(2))
+    expected = play(one._loaded, one), play(other._loaded, other, seed=1)
+    one.weights_changed(1)
+    notes = noted(monkeypatch)
+
+    async def agent(sampler: Sampler, name: str) -> list[Sample]:
+        sampler.open_episode(name)
+        samples = [await _complete(sampler, name, 3 + turn) for turn in range(6)]
+        sampler.close_episode(name)
+        return samples
+
+    async def both() -> None:
+        await asyncio.gather(*[agent(sampler, f"{i}") for sampler in (one, other) for i in range(6)])
+
+    asyncio.run(both())
+    begun = [notes[:i].count("begin") - notes[:i].count("finish") for i in range(len(notes))]
+    assert max(begun) == 2
+    one.weights_changed(2)
+    other.weights_changed(1)
+    again = play(one._loaded, one), play(other._loaded, other, seed=1)
+    for before, after in zip(expected, again, strict=True):
+        assert [call.completion_ids for call in before] == [call.completion_ids for call in after]
