@@ -38,7 +38,7 @@ from agentscope_tuner import MathJudge, ModelTuner, Workflow, WorkflowOutput, Wo
 from agentscope_tuner.backends.local import start_engines  # noqa: E402
 from agentscope_tuner.config import load_config  # noqa: E402
 from agentscope_tuner.engine.decoder import WholeDecoder  # noqa: E402
-from agentscope_tuner.engine.native import Pass  # noqa: E402
+from agentscope_tuner.engine.native import Job  # noqa: E402
 from agentscope_tuner.readers import load_tasks  # noqa: E402
 from agentscope_tuner.rollout import Rollout  # noqa: E402
 from agentscope_tuner.workflow import JudgeRunner, WorkflowRunner  # noqa: E402
@@ -83,7 +83,7 @@ def main(rounds: Annotated[int, typer.Option(help="Measured rounds.")] = 5) -> N
     if not isinstance(engine.sampler._runner.decoder, WholeDecoder):
         raise SystemExit("without a C++ compiler agents and transformer take turns: there is nothing to measure here")
     watch = Stopwatch(time.thread_time)
-    watch.time(Pass, "finish", "transformer")
+    watch.time(Job, "finish", "transformer")
     tasks = load_tasks(config.train_dataset)
     judge = JudgeRunner(MathJudge())
     ways = {"model": PlainAgent, "ReActAgent": MathAgent, "openai": OpenAIAgent}

@@ -66,30 +66,24 @@ async def complete(sampler: Sampler, requests: Requests) -> list[Sample]:
 async def complete_in_turn(sampler: Sampler, requests: Requests, at_once: int) -> float:
     """Tokens per second, with so many requests at a time, until the last one begins."""
     queue = iter(enumerate(requests))
-    drawn, begun, speed = 0, time.perf_counter(), 0.0
-
-    def count(token: int) -> None:
-        nonlocal drawn
-        drawn += 1
+    before, begun, speed = sampler.tokens_drawn, time.perf_counter(), 0.0
 
     async def worker() -> None:
         nonlocal speed
         for number, given in queue:
-            speed = drawn / (time.perf_counter() - begun)
-            await _one(sampler, number, *given, on_token=count)
+            speed = (sampler.tokens_drawn - before) / (time.perf_counter() - begun)
+            await _one(sampler, number, *given)
 
     await asyncio.gather(*[worker() for _ in range(at_once)])
     return speed
 
 
-async def _one(
-    sampler: Sampler, number: int, ids: list[int], tokens: int, on_token: Callable[[int], None] | None = None
-) -> Sample:
+async def _one(sampler: Sampler, number: int, ids: list[int], tokens: int) -> Sample:
     name = f"{number}"
     sampler.open_episode(name)
     try:
         params = SamplingParams(max_tokens=tokens, seed=number)
-        return await sampler.sample(ids, params, episode_id=name, on_token=on_token)
+        return await sampler.sample(ids, params, episode_id=name)
     finally:
         sampler.close_episode(name)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -74,15 +75,28 @@ def guesses(drafts: Drafts, ids: Sequence[int], most: int) -> list[int]:
 
 
 def steps_of(sampler: Sampler, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Of how many rows each step wants something, noted while the sampler runs."""
+    """How many tokens of completions each step runs, or several steps together, noted while the sampler runs."""
     steps: list[int] = []
-    runner, begin = sampler._runner, sampler._runner.begin
+    runner, begin, decode = sampler._runner, sampler._runner.begin, sampler._runner.decode
 
     def noted(work: Any, drawing: Any) -> Any:
         steps.append(int(work.wanted.sum()))
         return begin(work, drawing)
 
+    def noted_decoding(lines: Any, trunks: Any) -> Any:
+        job = decode(lines, trunks)
+        done = functools.cache(job.finish)
+
+        def finish() -> Any:
+            if not done.cache_info().currsize:
+                steps.extend([done().rows] * done().steps)
+            return done()
+
+        job.finish = finish
+        return job
+
     monkeypatch.setattr(runner, "begin", noted)
+    monkeypatch.setattr(runner, "decode", noted_decoding)
     return steps
 
 

@@ -67,7 +67,7 @@ def prompts() -> list[list[int]]:
     return [shared + tail for tail in tails] + [tail[::-1] for tail in tails]
 
 
-@pytest.mark.parametrize("how", ["begin_pass", "attend", "row by row"])
+@pytest.mark.parametrize("how", ["begin_decoding", "attend", "row by row"])
 def test_every_way_of_attention_samples_the_same(
     how: str, tiny_model_dir: Path, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

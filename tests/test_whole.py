@@ -16,7 +16,7 @@ from engine_tools import load, plain_logprobs, play, start
 
 from agentscope_tuner.engine import decoder, native
 from agentscope_tuner.engine.decoder import WholeDecoder
-from agentscope_tuner.engine.native import NativeKernels, Pass
+from agentscope_tuner.engine.native import Job, NativeKernels
 from agentscope_tuner.engine.sampler import Sampler
 from agentscope_tuner.policy import Sample, SamplingParams
 from agentscope_tuner.types import ModelCall
@@ -42,9 +42,18 @@ def sampler(tiny_model_dir: Path) -> Sampler:
 def noted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """When passes begin and are finished."""
     notes: list[str] = []
-    begin, finish = NativeKernels.begin_pass, Pass.finish
-    monkeypatch.setattr(NativeKernels, "begin_pass", lambda *args, **k: notes.append("begin") or begin(*args, **k))
-    monkeypatch.setattr(Pass, "finish", lambda self: notes.append("finish") or finish(self))
+    for name in ("begin_pass", "begin_decoding"):
+        begin = getattr(NativeKernels, name)
+        note = lambda *args, begin=begin, **k: notes.append("begin") or begin(*args, **k)  # noqa: E731
+        monkeypatch.setattr(NativeKernels, name, note)
+    finish = Job.finish
+
+    def noting(job: Job[object]) -> object:
+        if job._address is not None:
+            notes.append("finish")
+        return finish(job)
+
+    monkeypatch.setattr(Job, "finish", noting)
     return notes
 
 

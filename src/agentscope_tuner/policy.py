@@ -27,6 +27,11 @@ class SamplingParams:
     stop_ids: frozenset[int] = frozenset()
     """Stop after one of these tokens, as after one that ends a turn."""
 
+    @property
+    def truncates(self) -> bool:
+        """Whether some tokens are excluded, however they are drawn."""
+        return self.top_k > 0 or self.top_p < 1
+
     def greedy(self) -> SamplingParams:
         """The same, always with the likeliest token."""
         return replace(self, temperature=0.0, top_p=1.0, top_k=0)

@@ -10,6 +10,7 @@ from functools import cached_property
 import numpy as np
 
 from agentscope_tuner.engine.drafts import CONTEXT, Drafts
+from agentscope_tuner.engine.native import Outcome
 from agentscope_tuner.engine.slots import Lineup, Slot
 from agentscope_tuner.policy import Sample, SamplingParams
 
@@ -91,6 +92,22 @@ def count_up(counts: np.ndarray) -> np.ndarray:
     return within
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class Lines:
+    """What is decoded in one call, see `NativeKernels.begin_decoding`."""
+
+    sheet: list[int]
+    plan: Mapping[Slot, int]
+    active: np.ndarray
+    """(C,) slots of completions that are not in the plan."""
+    capacity: int
+    """So many own tokens may slots come to hold."""
+    guesses: int
+    steps: int
+    watched: list[tuple[int, int]]
+    """Those that somebody listens to, and how many tokens each of them has."""
+
+
 @dataclass(frozen=True, slots=True)
 class Completion:
     """What was drawn for a request."""
@@ -144,6 +161,11 @@ class Completions:
         self._logprobs: np.ndarray = np.zeros((slots, _COLUMNS), np.float32)
         self._uniforms: np.ndarray = np.zeros((slots, _COLUMNS))
         self._streams = _Streams()
+        self._seeds = np.zeros((slots, 2), np.uint64)
+        # Of the trunk that each begins with: its place, or -1, and how many tokens it has.
+        self._trunk_of, self._begun = np.zeros((2, slots), np.int64)
+        self._truncating = 0
+        """How many requests exclude some tokens, however these are drawn."""
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -162,6 +184,9 @@ class Completions:
         self._temperature[row], self._top_k[row], self._top_p[row] = params.temperature, params.top_k, params.top_p
         self._watched[row] = request.on_token is not None or bool(params.stop or params.stop_ids)
         self._listeners += self._watched[row]
+        self._truncating += params.truncates
+        self._seeds[row] = params.seed % 2**64, params.seed >> 64
+        self._trunk_of[row], self._begun[row] = request.slot.begins
         context = request.prompt_ids[-CONTEXT:]
         self._tokens[row, :CONTEXT] = [-1] * (CONTEXT - len(context)) + context
 
@@ -171,6 +196,7 @@ class Completions:
         del self._requests[row]
         self._lineup = None
         self._listeners -= self._watched[row]
+        self._truncating -= request.params.truncates
         token_ids: list[int] = self._tokens[row, CONTEXT : CONTEXT + self._drawn[row]].tolist()
         if token_ids:
             request.slot.ids += token_ids[:-1]
@@ -260,6 +286,61 @@ class Completions:
         return [
             self._complete(request, "stop" if stop else "length") for request, stop in finished if request is not None
         ]
+
+    @property
+    def tokens_drawn(self) -> int:
+        """How many tokens are drawn for all of them."""
+        return int(self._drawn[[*self._requests]].sum())
+
+    @property
+    def truncating(self) -> bool:
+        """Whether some tokens are excluded for some completion, however they are drawn."""
+        return self._truncating > 0
+
+    def lines(self, plan: Mapping[Slot, int], guesses: int, steps: int) -> Lines:
+        """What is decoded and drawn in one call.
+
+        Args:
+            plan: so many missing tokens of these slots are computed beside the first step. Completions of those whose
+                prompts are complete by that are added already.
+            guesses: most tokens that are guessed for a completion at once.
+            steps: so many at most; just one where somebody listens.
+        """
+        if self._listeners:
+            steps = 1
+        rows = np.fromiter(self._requests, np.int64, len(self._requests))
+        reached = np.minimum(self._drawn[rows] + steps * (guesses + 1), self._budget[rows])
+        self._reserve(int(reached.max(initial=0)) + 1)
+        ends = [slot.cached + tokens for slot, tokens in plan.items()]
+        capacity = max(int((self._prompt_end[rows] + reached).max(initial=0)), *ends, 0)
+        planned = [slot.index for slot in plan]
+        watched = [(row, int(self._drawn[row])) for row in rows[self._watched[rows]].tolist()]
+        return Lines(self._sheet(), plan, rows[~np.isin(rows, planned)], capacity, guesses, steps, watched)
+
+    def decoded(self, lines: Lines, outcome: Outcome) -> tuple[list[Completion], int]:
+        """The completions that are complete by what was decoded, and how many tokens of completions were run."""
+        over = dict(outcome.over)
+        for row, first in lines.watched:
+            if self._tell(row, first):
+                over[row] = True
+        # Some may have been ended meanwhile, by whoever was told of a token among others.
+        requests = [(self._requests.get(row), stopped) for row, stopped in over.items()]
+        completed = [
+            self._complete(request, "stop" if stopped else "length")
+            for request, stopped in requests
+            if request is not None
+        ]
+        return completed, outcome.rows
+
+    def _sheet(self) -> list[int]:
+        """See `Sheet` in `kernels/whole.cpp`."""
+        arrays = (
+            self._tokens, self._logprobs, self._drawn, self._prompt_end, self._budget, self._trunk_of, self._begun,
+            self._seeds, self._temperature, self._ends,
+        )  # fmt: skip
+        table, bits = (0, 0) if self._drafts is None else self._drafts.place
+        places = [array.__array_interface__["data"][0] for array in arrays]
+        return [*places, table, self._tokens.shape[1], len(self._ends), bits]
 
     @property
     def _all(self) -> Lineup:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from agentscope_tuner.config import EngineConfig
 from agentscope_tuner.engine.attention import CausalLayout, KVCache, RowLayout, SlotLayout
 from agentscope_tuner.engine.models import LoadedModel, agree, layer_weight, low_rank_update
-from agentscope_tuner.engine.native import NativeKernels, Pass, weight_tiles
+from agentscope_tuner.engine.native import Job, NativeKernels, SmallModel, weight_tiles
 from agentscope_tuner.engine.products import PlainProducts, Products, products_for
 from agentscope_tuner.engine.trial import native_kernels
 
@@ -268,14 +268,13 @@ class WholeDecoder(NativeDecoder):
         head = layer_weight(self._loaded.head, merged=True)
         self.draws = head.nbytes <= _SMALL_HEAD
         """Whether it also draws tokens."""
-        self._model = np.array(
-            [
-                self._address(self._embedding), self._places.ctypes.data, len(self._layers), self._address(self._norm),
-                *(self._linear(head, getattr(self._loaded.head, "bias", None)) if self.draws else [0] * 4),
-                *map(self._address, self._table), len(self._norm), self._heads, self._kv_heads, self._head_dim, 0,
-            ]
-        )  # fmt: skip
-        """See `Model` there; the capacity of the cache comes last."""
+        model = [
+            self._address(self._embedding), self._places.ctypes.data, len(self._layers), self._address(self._norm),
+            *(self._linear(head, getattr(self._loaded.head, "bias", None)) if self.draws else [0] * 4),
+            *map(self._address, self._table), len(self._norm), self._heads, self._kv_heads, self._head_dim, 0,
+        ]  # fmt: skip
+        self._model = SmallModel(torch.tensor(model), self._norm, self._layers[0].scaling, self._eps)
+        """The capacity of the cache comes last."""
 
     def _address(self, tensor: Tensor | None) -> int:
         if tensor is None:
@@ -287,33 +286,33 @@ class WholeDecoder(NativeDecoder):
         outputs, inputs = weight.shape
         return [self._address(weight_tiles(weight)), self._address(bias), inputs, outputs]
 
-    def begin(
-        self, ids: Tensor, positions: Tensor, layout: RowLayout, wanted: Tensor, drawing: tuple[Tensor, Tensor] | None
-    ) -> Pass:
-        """Begin to run (B,) token ids at absolute positions, see `NativeKernels.begin_pass`.
-
-        Raises:
-            IndexError: an id that the model does not have.
-        """
-        if not 0 <= int(ids.min()) <= int(ids.max()) < len(self._embedding):
-            raise IndexError(f"token ids must be in [0, {len(self._embedding)}), got {ids.min()} to {ids.max()}")
-        cache = layout.cache
+    def over(self, cache: KVCache) -> SmallModel:
+        """The model, as compiled kernels run it, with the keys and values of a cache."""
         self._places[:, -2] = [keys.data_ptr() for keys in cache.keys]
         self._places[:, -1] = [values.data_ptr() for values in cache.values]
-        self._model[-1] = cache.capacity
+        self._model.places[-1] = cache.capacity
+        return self._model
+
+    def check(self, ids: Tensor) -> None:
+        """See that a model has these tokens: they are not looked at again.
+
+        Raises:
+            IndexError: it lacks one.
+        """
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < len(self._embedding):
+            raise IndexError(f"token ids must be in [0, {len(self._embedding)}), got {ids.min()} to {ids.max()}")
+
+    def begin(self, ids: Tensor, positions: Tensor, layout: RowLayout, wanted: Tensor) -> Job[Tensor]:
+        """Begin to run (B,) token ids at absolute positions: to hidden states (R, D) of the rows that are wanted."""
+        self.check(ids)
         rows = (ids, positions, layout.slots, layout.own, layout.lengths, layout.trunk_of)
-        return layout.kernels.begin_pass(
-            torch.from_numpy(self._model), self._norm, rows, layout.trunks, wanted, drawing,
-            scaling=self._layers[0].scaling, eps=self._eps,
-        )  # fmt: skip
+        return layout.kernels.begin_pass(self.over(layout.cache), rows, layout.trunks, wanted)
 
     def hidden(self, ids: Tensor, positions: Tensor, layout: CacheLayout, speakers: Speakers = ()) -> Tensor:
         """(B, 1) token ids and absolute positions to (B, 1, D)."""
         assert isinstance(layout, RowLayout)
-        wanted = torch.arange(len(ids))
-        return self.begin(ids[:, 0].contiguous(), positions[:, 0].contiguous(), layout, wanted, None).finish()[0][
-            :, None
-        ]
+        job = self.begin(ids[:, 0].contiguous(), positions[:, 0].contiguous(), layout, torch.arange(len(ids)))
+        return job.finish()[:, None]
 
 
 def cache_shape(loaded: LoadedModel) -> tuple[int, int, int]:

@@ -30,6 +30,11 @@ class Drafts:
         self._kernels = kernels
         self._table = torch.zeros(2**_TABLE_BITS, 2, dtype=torch.int64)
 
+    @property
+    def place(self) -> tuple[int, int]:
+        """The address of the table, and the bits of a place in it."""
+        return self._table.data_ptr(), _TABLE_BITS
+
     def forget(self) -> None:
         """Begin anew."""
         self._table.zero_()

@@ -20,9 +20,10 @@ from torch import Tensor
 from agentscope_tuner.algorithms.distributions import draw_tokens
 from agentscope_tuner.config import EngineConfig
 from agentscope_tuner.engine.attention import MOST_PADDING, KVCache, PrefixStack, RowLayout, SlotGroup, SlotLayout
-from agentscope_tuner.engine.completions import Drawing, Work
+from agentscope_tuner.engine.completions import Drawing, Lines, Work
 from agentscope_tuner.engine.decoder import Decoder, WholeDecoder, cache_shape, choose_decoder, kernels_for
 from agentscope_tuner.engine.models import LoadedModel
+from agentscope_tuner.engine.native import Job, Outcome
 from agentscope_tuner.engine.slots import Slot, Trunk
 from agentscope_tuner.errors import ConfigError
 
@@ -76,19 +77,12 @@ def _attended_together(spans: Sequence[_Span], most_tokens: int) -> list[list[_S
     return groups if plain is None else [plain, *groups]
 
 
-class Run:
-    """Work that was begun, and may go on by itself until it is finished."""
-
-    def __init__(self, finish: Callable[[], tuple[np.ndarray, np.ndarray]]) -> None:
-        self._finish = finish
-
-    def finish(self) -> tuple[np.ndarray, np.ndarray]:
-        """Compute what is left: tokens (R,) and their log-probabilities (R,)."""
-        return self._drawn
-
-    @functools.cached_property
-    def _drawn(self) -> tuple[np.ndarray, np.ndarray]:
-        return self._finish()
+def _places(trunks: Sequence[Trunk], layers: int) -> Tensor:
+    """Addresses and lengths (L, any, 3) of trunks in all layers, by their places, see `NativeKernels.attend`."""
+    places = torch.zeros(layers, 1 + max((trunk.place for trunk in trunks), default=-1), 3, dtype=torch.int64)
+    for trunk in trunks:
+        places[:, trunk.place] = PrefixStack([trunk.cache]).places[:, 0]
+    return places
 
 
 class ModelRunner:
@@ -120,6 +114,8 @@ class ModelRunner:
         self._heads: int = loaded.model.config.get_text_config().num_attention_heads
         self._prefill_tokens = engine.prefill_tokens
         self._stack = functools.lru_cache(maxsize=_STACKS)(PrefixStack)
+        self._trunks: tuple[Trunk, ...] = ()
+        self._trunk_places = _places((), shape[0])
         self.flat = kernels is not None
         """Every token is a row of its own, and nothing is padded: compiled attention reads the keys and values of a
         sequence once for all of its rows."""
@@ -167,17 +163,39 @@ class ModelRunner:
         """Whether what was begun goes on while something else is done."""
         return isinstance(self.decoder, WholeDecoder)
 
-    def begin(self, work: Work, drawing: Drawing) -> Run:
-        """Run work, and draw for all of which the hidden states are wanted."""
+    @property
+    def draws(self) -> bool:
+        """Whether steps can be decoded and drawn in one call."""
+        return isinstance(self.decoder, WholeDecoder) and self.decoder.draws
+
+    def decode(self, lines: Lines, trunks: Sequence[Trunk]) -> Job[Outcome]:
+        """Begin with steps of decoding, in one call; `trunks` are all that are kept."""
+        assert isinstance(self.decoder, WholeDecoder) and self.cache.kernels is not None
+        self.cache.reserve(min(lines.capacity, self.cache.limit))
+        if self._trunks != (kept := tuple(trunks)):
+            self._trunks, self._trunk_places = kept, _places(kept, len(self.cache.keys))
+        prompts = [
+            (slot.index, slot.cached, tokens, slot.missing == tokens, *slot.begins)
+            for slot, tokens in lines.plan.items()
+        ]
+        columns = torch.tensor(prompts, dtype=torch.int64).reshape(-1, 6).T.contiguous()
+        ids = [slot.ids[slot.cached : slot.cached + tokens] for slot, tokens in lines.plan.items()]
+        new = torch.tensor([*itertools.chain.from_iterable(ids)], dtype=torch.int64)
+        self.decoder.check(new)
+        return self.cache.kernels.begin_decoding(
+            self.decoder.over(self.cache), lines.sheet, (*columns, new), torch.from_numpy(lines.active),
+            self._trunk_places, guesses=lines.guesses, steps=lines.steps,
+        )  # fmt: skip
+
+    def begin(self, work: Work, drawing: Drawing) -> Callable[[], tuple[np.ndarray, np.ndarray]]:
+        """Begin to run work, which may go on by itself.
+
+        What is returned finishes it, once, and draws what is wanted of it: tokens (R,) and log-probabilities (R,).
+        """
         if not isinstance(self.decoder, WholeDecoder):
-            return Run(lambda: self._draw(self.hidden(work), drawing))
-        rows, wanted = self._rows(work), torch.from_numpy(work.wanted_tokens)
-        if drawing.truncates or not self.decoder.draws:
-            begun = self.decoder.begin(*rows, wanted, None)
-            return Run(lambda: self._draw(begun.finish()[0], drawing))
-        by = (torch.from_numpy(drawing.temperature), torch.from_numpy(drawing.uniform))
-        begun = self.decoder.begin(*rows, wanted, by)
-        return Run(lambda: _as_arrays(begun.finish()))
+            return functools.cache(lambda: self._draw(self.hidden(work), drawing))
+        job = self.decoder.begin(*self._rows(work), torch.from_numpy(work.wanted_tokens))
+        return functools.cache(lambda: self._draw(job.finish(), drawing))
 
     def hidden(self, work: Work) -> Tensor:
         """The hidden states (R, D) that are wanted."""
@@ -257,6 +275,7 @@ class ModelRunner:
     def forget_prefixes(self) -> None:
         """None of those that were used is used again."""
         self._stack.cache_clear()
+        self._trunks = ()
 
     def _draw(self, hidden: Tensor, drawing: Drawing) -> tuple[np.ndarray, np.ndarray]:
         """Tokens (R,) and log-probabilities (R,) that follow hidden states (R, D)."""
@@ -266,10 +285,8 @@ class ModelRunner:
         by = drawing.temperature, drawing.top_k, drawing.top_p, drawing.uniform
         temperature, top_k, top_p, uniform = map(torch.from_numpy, by)
         if self.cache.kernels is not None and not drawing.truncates:
-            return _as_arrays(self.cache.kernels.draw(logits, temperature, uniform))
-        return _as_arrays(draw_tokens(logits.float(), temperature, top_k, top_p, uniform))
-
-
-def _as_arrays(drawn: Sequence[Tensor]) -> tuple[np.ndarray, np.ndarray]:
-    tokens, logprobs = (tensor.numpy(force=True) for tensor in drawn)
-    return tokens, logprobs
+            drawn = self.cache.kernels.draw(logits, temperature, uniform)
+        else:
+            drawn = draw_tokens(logits.float(), temperature, top_k, top_p, uniform)
+        tokens, logprobs = (tensor.numpy(force=True) for tensor in drawn)
+        return tokens, logprobs

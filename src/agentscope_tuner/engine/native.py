@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -19,21 +20,64 @@ _PIECE = 32
 _SIZE = ctypes.c_int64
 
 
-class Pass:
-    """A pass over a small model that was begun. It has to be finished: until then it is being written to."""
+R = TypeVar("R")
 
-    def __init__(self, finish: Callable[[int], None], job: int, results: tuple[Tensor, ...], reads: object) -> None:
+
+@dataclass(frozen=True, eq=False, slots=True)
+class SmallModel:
+    """A model that is run as a whole."""
+
+    places: Tensor
+    """Addresses and sizes, see `Model` in `kernels/whole.cpp`."""
+    norm: Tensor
+    """Weight (D,) of the last norm."""
+    scaling: float
+    """Of the queries."""
+    eps: float
+    """Of the norms."""
+
+
+class Outcome:
+    """What some steps of decoding did, once they are done."""
+
+    def __init__(self, most: int) -> None:
+        """For at most so many completions."""
+        self._slots, self._stopped = ((_SIZE * most)() for _ in "ab")
+        self.place = _sizes(*map(ctypes.addressof, (self._slots, self._stopped)), 0, 0, 0)
+        """See `Outcome` in `kernels/whole.cpp`."""
+
+    @property
+    def over(self) -> list[tuple[int, bool]]:
+        """The slots of completions that are over, and whether they were stopped."""
+        count = self.place[2]
+        return [(slot, bool(stopped)) for slot, stopped in zip(self._slots[:count], self._stopped[:count], strict=True)]
+
+    @property
+    def rows(self) -> int:
+        """How many tokens of completions were run, guesses included."""
+        return self.place[3]
+
+    @property
+    def steps(self) -> int:
+        """How many."""
+        return self.place[4]
+
+
+class Job(Generic[R]):
+    """What helpers of this thread compute. It has to be finished: until then it is being written to."""
+
+    def __init__(self, finish: Callable[[int], None], address: int, result: R, reads: object) -> None:
         self._finish = finish
-        self._job: int | None = job
-        self._results = results
+        self._address: int | None = address
+        self._result = result
         self._reads = reads  # stays where it is
 
-    def finish(self) -> tuple[Tensor, ...]:
-        """Compute with the helpers what is left; final hidden states (R, D), or tokens (R,) and log-probabilities."""
-        if self._job is not None:
-            self._finish(self._job)
-            self._job = None
-        return self._results
+    def finish(self) -> R:
+        """Compute with the helpers what is left."""
+        if self._address is not None:
+            self._finish(self._address)
+            self._address = None
+        return self._result
 
 
 class NativeKernels:
@@ -56,10 +100,11 @@ class NativeKernels:
         self._add_norm = of_each_type("add_norm", 4, size, size, number)
         self._split_heads = of_each_type("split_heads", 11, *[size] * 5, number, number)
         self._gate_joined = of_each_type("gate_joined", 2, size, size)
-        self._begin_pass = of_each_type("begin_pass", 4, size, size, number, number)
-        for function in self._begin_pass.values():
+        self._begin_pass = of_each_type("begin_pass", 3, size, size, number, number)
+        self._begin_decoding = of_each_type("begin_decoding", 6, *[size] * 6, number, number)
+        for function in (*self._begin_pass.values(), *self._begin_decoding.values()):
             function.restype = ctypes.c_void_p
-        self._finish_pass = take("finish_pass", 1)
+        self._finish = take("finish", 1)
         self._draw = of_each_type("draw", 5, size, size)
         self._copy_slot = take("copy_slot", 1, *[size] * 6)
         self._learn = take("learn", 2, size, size)
@@ -166,45 +211,54 @@ class NativeKernels:
         self._gate_joined[joined.dtype](*_addresses(joined, out), rows, width // 2)
         return out
 
-    def begin_pass(
-        self,
-        model: Tensor,
-        norm: Tensor,
-        rows: Sequence[Tensor],
-        trunks: Tensor,
-        wanted: Tensor,
-        drawing: tuple[Tensor, Tensor] | None = None,
-        *,
-        scaling: float,
-        eps: float,
-    ) -> Pass:
-        """Begin to run new tokens, B rows, through a small model; helpers of this thread compute.
+    def begin_pass(self, model: SmallModel, rows: Sequence[Tensor], trunks: Tensor, wanted: Tensor) -> Job[Tensor]:
+        """Begin to run new tokens, B rows, through a small model: to final hidden states (R, D).
 
         Args:
-            model: addresses and sizes, see `Model` in `kernels/whole.cpp`.
-            norm: weight (D,) of the last norm, in the model's type.
+            model: all layers.
             rows: (B,) each: ids of tokens, positions in their sequences; in which slots, at what places of them, and
                 how many of a slot's tokens each sees; trunks as in `attend`. Rows of a slot are neighbours.
             trunks: (L, any, 3) as in `attend`, for each layer.
-            wanted: (R,) of which rows something is wanted, in their order.
-            drawing: temperatures (R,), float32, and random numbers (R,), float64: draw tokens by them (see `draw`).
-            scaling: of the queries.
-            eps: of the norms.
+            wanted: (R,) of which rows the hidden states are wanted, in their order.
         """
-        results: tuple[Tensor, ...]
-        draws: Sequence[int]
-        if drawing is None:
-            results = (norm.new_empty(len(wanted), len(norm)),)
-            hidden, draws = results[0].data_ptr(), [0] * 4
-        else:
-            results = (torch.empty(len(wanted), dtype=torch.int64), torch.empty(len(wanted)))
-            hidden, draws = 0, [*_addresses(*drawing, *results)]
-        batch = (*_addresses(*rows, wanted, trunks), len(rows[0]), trunks.shape[1], len(wanted))
-        job = self._begin_pass[norm.dtype](
-            model.data_ptr(), (_SIZE * len(batch))(*batch), (_SIZE * len(draws))(*draws), hidden,
-            _PIECE, torch.get_num_threads(), scaling, eps,
+        hidden = model.norm.new_empty(len(wanted), len(model.norm))
+        batch = _sizes(*_addresses(*rows, wanted, trunks), len(rows[0]), trunks.shape[1], len(wanted))
+        job = self._begin_pass[model.norm.dtype](
+            model.places.data_ptr(), batch, hidden.data_ptr(), _PIECE, torch.get_num_threads(), model.scaling, model.eps
+        )
+        return Job(self._finish, job, hidden, (model, rows, trunks, wanted))
+
+    def begin_decoding(
+        self,
+        model: SmallModel,
+        sheet: Sequence[int],
+        prompts: Sequence[Tensor],
+        active: Tensor,
+        trunks: Tensor,
+        *,
+        guesses: int,
+        steps: int,
+    ) -> Job[Outcome]:
+        """Begin with steps of decoding. They end with one in which a completion is over.
+
+        Args:
+            model: all layers.
+            sheet: addresses and sizes, see `Sheet` in `kernels/whole.cpp`: of completions in all slots.
+            prompts: what is computed beside the first step, see `Prompts` there: slots (P,), the places of the first
+                tokens, numbers of tokens, whether the prompt is complete by that, which trunk it begins with, of how
+                many tokens; ids of all of these tokens.
+            active: (C,) slots of completions that are not among the prompts.
+            trunks: (L, any, 3) as in `attend`, for each layer.
+            guesses: most tokens that are guessed for a completion at once.
+            steps: most of them.
+        """
+        outcome = Outcome(len(active) + len(prompts[0]))
+        job = self._begin_decoding[model.norm.dtype](
+            model.places.data_ptr(), _sizes(*sheet), _sizes(*_addresses(*prompts), len(prompts[0])), active.data_ptr(),
+            trunks.data_ptr(), outcome.place, len(active), trunks.shape[1], guesses, steps, _PIECE,
+            torch.get_num_threads(), model.scaling, model.eps,
         )  # fmt: skip
-        return Pass(self._finish_pass, job, results, (model, norm, rows, trunks, wanted, drawing))
+        return Job(self._finish, job, outcome, (model, sheet, prompts, active, trunks))
 
     def linear(self, x: Tensor, tiles: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
         """A linear layer in bfloat16, computed in float32.
@@ -382,6 +436,10 @@ def weight_tiles(weight: Tensor) -> Tensor:
 def places_of(tensors: Sequence[Tensor]) -> Tensor:
     """Where these, all like (slots, K, rows, ...), lie: the start of each, and the bytes of a head and of a row."""
     return torch.tensor([(t.data_ptr(), t.stride(1) * t.itemsize, t.stride(2) * t.itemsize) for t in tensors])
+
+
+def _sizes(*numbers: int) -> ctypes.Array[ctypes.c_int64]:
+    return (_SIZE * len(numbers))(*numbers)
 
 
 def _addresses(*tensors: Tensor) -> Iterator[int]:

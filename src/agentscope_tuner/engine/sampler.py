@@ -20,10 +20,10 @@ import torch
 
 from agentscope_tuner.algorithms.packing import common_prefix
 from agentscope_tuner.config import EngineConfig
-from agentscope_tuner.engine.completions import Completion, Completions, Request, Work
+from agentscope_tuner.engine.completions import Completion, Completions, Request
 from agentscope_tuner.engine.decoder import ModuleDecoder
 from agentscope_tuner.engine.drafts import Drafts
-from agentscope_tuner.engine.model_runner import ModelRunner, Run
+from agentscope_tuner.engine.model_runner import ModelRunner
 from agentscope_tuner.engine.models import LoadedModel
 from agentscope_tuner.engine.slots import Slot, Slots
 from agentscope_tuner.policy import Sample, SamplingParams, room_for_tokens
@@ -35,6 +35,8 @@ _TRUNK_USERS = 4
 _BUNCH = 3
 """Waiting requests begin once they are at least this fraction (one over it) of the active ones."""
 _PATIENCE_SLICE_S = 0.01
+_STEPS = 8
+"""So many steps of a small model are taken at once, where nobody can come or go in between."""
 
 
 _NO_SLOT = Slot(-1)
@@ -42,13 +44,15 @@ _NO_SLOT = Slot(-1)
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Step:
-    """What is being computed."""
+    """What is being computed; of a small model it may be several steps at once."""
 
+    completions: Completions
     plan: dict[Slot, int]
     """How many missing tokens of which prompts."""
-    work: Work
-    completions: Completions
-    run: Run
+    compute: Callable[[], object]
+    """Does what is left; nothing, where that was done."""
+    accept: Callable[[], tuple[list[Completion], int]]
+    """The completions that are complete by it, and how many tokens of completions were run."""
 
 
 class Sampler:
@@ -84,8 +88,13 @@ class Sampler:
         """Those with a slot, of whose prompts something is not computed."""
         self._pump: asyncio.Task[None] | None = None
         self._step: _Step | None = None
-        """The last one that was begun."""
+        """The one that is being computed, if there is any."""
         self._forget()
+
+    @property
+    def tokens_drawn(self) -> int:
+        """`tokens_sampled`, and those of completions that are under way."""
+        return self.tokens_sampled + self._completions.tokens_drawn
 
     @property
     def runs_modules(self) -> bool:
@@ -175,7 +184,7 @@ class Sampler:
         if self._pending:
             raise RuntimeError("weights changed while completions were under way")
         if self._step is not None:  # nobody waits for what it draws, but it reads the weights
-            self._step.run.finish()
+            self._step.compute()
         self._runner.decoder.refresh()
         self.policy_version = version
         self._forget()
@@ -211,7 +220,7 @@ class Sampler:
                 with torch.inference_mode():
                     if self._may_admit():
                         self._admit()
-                    step = self._begin()
+                    step = self._step = self._begin()
                 try:
                     # Those whose completions ended in the last step act while this one is computed, and take part in
                     # the next one: also where it would have been over before.
@@ -219,9 +228,10 @@ class Sampler:
                         await self._settle()
                 finally:
                     with torch.inference_mode():
-                        drawn = step.run.finish()
+                        step.compute()
+                    self._step = None
                 if step.completions is self._completions:
-                    self._end(step, *drawn)
+                    self._end(step)
         except Exception as exc:  # everybody who waits has to hear of it
             for request in self._pending:
                 if not request.future.done():
@@ -353,24 +363,34 @@ class Sampler:
         completions = self._completions
         slots = [request.slot for request in self._prefilling]
         plan = self._runner.plan(slots, beside=len(completions)) if slots else {}
-        # Where rows are padded, those that decode wait for those that prefill.
-        alone = bool(plan) and not self._runner.flat
-        completions.guess(min(self._draft_tokens, self._prefill_tokens // max(1, len(completions)) - 1))
-        work = completions.work(plan, alone=alone)
-        for request in self._prefilling:
-            if plan.get(request.slot) == request.slot.missing:
+        guesses = max(0, min(self._draft_tokens, self._prefill_tokens // max(1, len(completions)) - 1))
+        complete = [request for request in self._prefilling if plan.get(request.slot) == request.slot.missing]
+        self._prefilling = [request for request in self._prefilling if request not in complete]
+        if self._runner.draws and not (completions.truncating or any(r.params.truncates for r in complete)):
+            for request in complete:
                 completions.add(request)
-        self._prefilling = [request for request in self._prefilling if request not in completions]
-        self._step = _Step(plan, work, completions, self._runner.begin(work, completions.drawing(work)))
-        return self._step
+            # Whoever acts now, or waits to share what this step computes, takes part in the one after it.
+            steps = 1 if self._away or self._prefilling or self._may_admit() else _STEPS
+            lines = completions.lines(plan, guesses, steps)
+            job = self._runner.decode(lines, self._slots.trunks)
+            return _Step(completions, plan, job.finish, lambda: completions.decoded(lines, job.finish()))
+        completions.guess(guesses)
+        # Where rows are padded, those that decode wait for those that prefill.
+        work = completions.work(plan, alone=bool(plan) and not self._runner.flat)
+        for request in complete:
+            completions.add(request)
+        compute = self._runner.begin(work, completions.drawing(work))
+        rows = len(work.ids) - sum(plan.values())
+        return _Step(completions, plan, compute, lambda: (completions.accept(work, *compute()), rows))
 
-    def _end(self, step: _Step, tokens: np.ndarray, logprobs: np.ndarray) -> None:
-        """Take what was drawn."""
-        self.rows_decoded += len(step.work.ids) - sum(step.plan.values())
+    def _end(self, step: _Step) -> None:
+        """Take what was computed."""
         for slot, count in step.plan.items():
             slot.cached += count
             self.tokens_prefilled += count
-        for completion in step.completions.accept(step.work, tokens, logprobs):
+        completed, rows = step.accept()
+        self.rows_decoded += rows
+        for completion in completed:
             self._finish(completion)
 
     def _finish(self, completion: Completion) -> None:

@@ -31,6 +31,8 @@ class Trunk:
     cache: Prefix
     number: int
     """Later ones have higher ones."""
+    place: int = 0
+    """Unlike those of all others that are kept."""
     last_used: int = 0
 
 
@@ -53,6 +55,11 @@ class Slot:
     """Under which it is found."""
     row_order: tuple[str, int, int] = ("", 0, 0)
     """Slots that share an adapter, and within it a trunk, are neighbours in this order."""
+
+    @property
+    def begins(self) -> tuple[int, int]:
+        """The place of its trunk, or -1, and how many tokens that has."""
+        return (-1, 0) if self.trunk is None else (self.trunk.place, len(self.trunk.ids))
 
     @property
     def missing(self) -> int:
@@ -126,7 +133,14 @@ class Slots:
     def add_trunk(self, adapter: str, ids: list[int], cache: Prefix) -> None:
         """Keep a prefix."""
         now = next(self._clock)
-        self._trunks.append(Trunk(adapter, ids, cache, now, now))
+        taken = {trunk.place for trunk in self._trunks}
+        place = next(place for place in itertools.count() if place not in taken)
+        self._trunks.append(Trunk(adapter, ids, cache, now, place, now))
+
+    @property
+    def trunks(self) -> list[Trunk]:
+        """All that are kept."""
+        return self._trunks
 
     def room_for_trunk(self, tokens: int) -> bool:
         """Whether one more trunk may be kept; for it, others are dropped that no running episode needs."""

@@ -1,18 +1,11 @@
-// A table of what followed the last few tokens before, and guesses from it: see `drafts.py`.
+#include "drafts.h"
 
 #include <algorithm>
-#include <cstdint>
 
 namespace {
 
-constexpr int CONTEXT = 3, TOKEN_BITS = 21;
+constexpr int TOKEN_BITS = 21;
 constexpr int32_t SURE = 2, STRONGEST = 8, DISAGREEMENT = 4;
-
-// What follows a context, of which the tokens are the key, and how sure that is.
-struct Entry {
-    uint64_t key;
-    int32_t token, strength;
-};
 
 uint64_t after(uint64_t key, int64_t token) {
     constexpr uint64_t ONE = (uint64_t{1} << TOKEN_BITS) - 1, ALL = (uint64_t{1} << CONTEXT * TOKEN_BITS) - 1;
@@ -47,8 +40,6 @@ extern "C" void learn(Entry* table, const int64_t* tokens, int64_t count, int64_
     }
 }
 
-// Of `count` sequences: writes behind the context that begins at tokens[starts[i]] what probably follows it, at most
-// `most[i]` tokens, and how many these are to counts[i].
 extern "C" void guess(const Entry* table, int64_t* tokens, const int64_t* starts, const int64_t* most, int64_t* counts,
                       int64_t count, int64_t bits) {
     for (int64_t i = 0; i < count; i++) {

@@ -1,87 +1,17 @@
-// Small models as a whole: from the ids of tokens to hidden states, and to the tokens drawn by them.
+// Small models as a whole: from the ids of tokens to hidden states, or to completions drawn step by step.
 //
 // Between products of small matrices, making calls and waiting for other threads takes longer than computing. So rows
-// are cut into pieces, and one thread takes a piece through all layers. Whoever begins a pass may do something else
-// while helpers compute, and joins them when it needs the results.
+// are cut into pieces, and one thread takes a piece through all layers. Whoever begins may do something else while
+// helpers compute, and joins them when it needs the results.
 
 #include <atomic>
-#include <condition_variable>
-#include <list>
 #include <memory>
-#include <mutex>
-#include <system_error>
-#include <thread>
 
 #include "blocks.h"
+#include "drafts.h"
+#include "team.h"
 
 namespace {
-
-// Work in pieces that any thread may do, in their order.
-struct Job {
-    int64_t pieces = 0, helpers = 0;
-    std::atomic<int64_t> next{0};
-    int64_t busy = 0;  // how many helpers are at it
-
-    virtual ~Job() = default;
-    virtual void piece(int64_t which) = 0;
-
-    void run() {
-        for (int64_t which; (which = next.fetch_add(1)) < pieces;) piece(which);
-    }
-};
-
-// Threads that help with jobs, and sleep where there are none. They are not OpenMP's: those would spin between two jobs,
-// and take the core that Python runs on.
-class Team {
-   public:
-    void begin(Job* job) {
-        {
-            std::lock_guard<std::mutex> hold(mutex);
-            try {
-                for (; size < job->helpers; size++) std::thread(&Team::help, this).detach();
-            } catch (const std::system_error&) {  // the machine allows no more; whoever finishes the job does it all
-            }
-            jobs.push_back(job);
-        }
-        wake.notify_all();
-    }
-
-    void finish(Job* job) {
-        job->run();
-        std::unique_lock<std::mutex> hold(mutex);
-        jobs.remove(job);
-        idle.wait(hold, [&] { return job->busy == 0; });
-    }
-
-   private:
-    void help() {
-        std::unique_lock<std::mutex> hold(mutex);
-        for (Job* job;;) {
-            wake.wait(hold, [&] {
-                const auto found = std::find_if(jobs.begin(), jobs.end(), [](Job* one) { return one->busy < one->helpers; });
-                job = found == jobs.end() ? nullptr : *found;
-                return job != nullptr;
-            });
-            job->busy++;
-            hold.unlock();
-            job->run();
-            hold.lock();
-            jobs.remove(job);  // all of its pieces are taken
-            if (--job->busy == 0) idle.notify_all();
-        }
-    }
-
-    std::mutex mutex;
-    std::condition_variable wake, idle;
-    std::list<Job*> jobs;
-    int64_t size = 0;
-};
-
-// It lives as long as the process: its threads may sleep in it to the end.
-Team& team() {
-    static Team* const all = new Team;
-    return *all;
-}
 
 template <class T>
 struct Layer {
@@ -119,18 +49,16 @@ struct Drawing {
 // All layers for a batch. `hidden` (wanted, width) gets final hidden states, unless it is missing; and where there are
 // temperatures, a token is drawn for each of them.
 template <class T>
-struct Pass : Job {
-    const Model<T> model;
-    const Batch batch;
-    const Drawing drawing;
-    T* const hidden;
-    const float scaling, eps;
-    std::vector<int64_t> cuts;                        // the first row of each piece, and the end
-    std::unique_ptr<std::atomic<int64_t>[]> written;  // for each piece, in how many layers its keys and values are there
+class Pass : public Job {
+   public:
+    Pass(const Model<T>& model, float scaling, float eps, int64_t most, int64_t threads)
+        : Job(threads - 1), model(model), scaling(scaling), eps(eps), most(most), threads(threads) {}
 
-    Pass(const Model<T>& model, const Batch& batch, const Drawing& drawing, T* hidden, float scaling, float eps,
-         int64_t most, int64_t threads)
-        : model(model), batch(batch), drawing(drawing), hidden(hidden), scaling(scaling), eps(eps) {
+    void take(const Batch& next, const Drawing& by, T* to) {
+        batch = next;
+        drawing = by;
+        hidden = to;
+        cuts.clear();
         const int64_t wanted = std::min(batch.rows, threads * ((batch.rows + threads * most - 1) / (threads * most)));
         for (int64_t number = 0, row = 0; row < batch.rows; number++) {
             cuts.push_back(row);
@@ -141,9 +69,11 @@ struct Pass : Job {
         }
         pieces = cuts.size();
         cuts.push_back(batch.rows);
-        helpers = threads - 1;
         written.reset(new std::atomic<int64_t>[pieces]());
     }
+
+   protected:
+    bool advance() override { return false; }
 
     void piece(int64_t which) override {
         thread_local std::vector<float> sums, in, joined, queries, gated, change;
@@ -196,6 +126,7 @@ struct Pass : Job {
         deliver(first, n, sums.data(), in.data());
     }
 
+   private:
     // What is wanted of a piece: its rows from `first` on, whose sums (n, width) are complete.
     void deliver(int64_t first, int64_t n, float* sums, float* normed) const {
         constexpr int64_t TOGETHER_DRAWN = 16;  // rows whose logits stay in a processor's cache
@@ -219,24 +150,203 @@ struct Pass : Job {
                                                    drawing.uniforms[k + i], vocabulary, drawing.logprobs + k + i);
         }
     }
+
+    const Model<T> model;
+    const float scaling, eps;
+    const int64_t most, threads;
+    Batch batch;
+    Drawing drawing;
+    T* hidden;
+    std::vector<int64_t> cuts;                        // the first row of each piece, and the end
+    std::unique_ptr<std::atomic<int64_t>[]> written;  // for each piece, in how many layers its keys and values are there
+};
+
+// Completions under way: of everything a row for each slot, see `completions.py`.
+struct Sheet {
+    int64_t* tokens;  // (slots, columns): the last ones of the prompt, those drawn, those guessed
+    float* logprobs;  // (slots, columns - CONTEXT)
+    int64_t* drawn;   // how many tokens
+    const int64_t *prompt_end, *budget, *trunk_of, *begun;
+    const uint64_t* seeds;  // (slots, 2)
+    const float* temperatures;
+    const uint8_t* ends;  // (end_count,) whether a token ends every completion; those beyond it do not
+    const Entry* table;   // of guesses, if there are any
+    int64_t columns, end_count, bits;
+};
+
+// Tokens of prompts, to be computed beside completions.
+struct Prompts {
+    const int64_t *slots, *first, *counts, *complete, *trunk_of, *begun;  // a number for each of them
+    const int64_t* ids;                                                   // of one after those of the other
+    int64_t count;
+};
+
+// What a decoding did: completions that are over, a slot for each and whether it was stopped; how many, tokens of
+// completions that were run, and steps.
+struct Outcome {
+    int64_t *over, *stopped;
+    int64_t count, rows, steps;
+};
+
+// Number `index` of the random numbers of a seed, in [0, 1): those of NumPy's generator `Philox`, which is Philox4x64-10
+// (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011).
+double random_number(const uint64_t* seed, int64_t index) {
+    uint64_t counter[4] = {static_cast<uint64_t>(index) / 4 + 1, 0, 0, 0}, key[2] = {seed[0], seed[1]};
+    for (int round = 0; round < 10; round++) {
+        const unsigned __int128 a = static_cast<unsigned __int128>(0xD2E7470EE14C6C93u) * counter[0];
+        const unsigned __int128 b = static_cast<unsigned __int128>(0xCA5A826395121157u) * counter[2];
+        const uint64_t next[4] = {static_cast<uint64_t>(b >> 64) ^ counter[1] ^ key[0], static_cast<uint64_t>(b),
+                                  static_cast<uint64_t>(a >> 64) ^ counter[3] ^ key[1], static_cast<uint64_t>(a)};
+        std::copy(next, next + 4, counter);
+        key[0] += 0x9E3779B97F4A7C15u;
+        key[1] += 0xBB67AE8584CAA73Bu;
+    }
+    return (counter[index % 4] >> 11) * (1.0 / 9007199254740992.0);
+}
+
+// Steps of decoding, until a completion is over, or so many are done: completions have a token each, and what may come
+// after it, guesses that hold if they are what is drawn; beside them, in the first step, are tokens of prompts.
+template <class T>
+class Decoding : public Pass<T> {
+   public:
+    Decoding(const Model<T>& model, float scaling, float eps, int64_t most, int64_t threads, const Sheet& sheet,
+             const Prompts& prompts, const int64_t* active, int64_t count, const Trunk* trunks, int64_t trunk_count,
+             int64_t guesses, int64_t steps, Outcome* outcome)
+        : Pass<T>(model, scaling, eps, most, threads), sheet(sheet), trunks(trunks), trunk_count(trunk_count),
+          guesses(guesses), steps(steps), outcome(outcome) {
+        int64_t at = 0;
+        for (int64_t i = 0; i < prompts.count; i++) {
+            items.push_back({prompts.slots[i], prompts.trunk_of[i], prompts.begun[i], prompts.first[i],
+                             prompts.counts[i], prompts.complete[i], prompts.ids + at});
+            at += prompts.counts[i];
+        }
+        for (int64_t i = 0; i < count; i++) add(active[i]);
+        lay_out();
+    }
+
+   protected:
+    bool advance() override {
+        accept();
+        if (outcome->count > 0 || outcome->steps == steps) return false;
+        std::vector<int64_t> active;
+        for (const Item& item : items)
+            if (item.wanted > 0) active.push_back(item.slot);
+        items.clear();
+        for (const int64_t slot : active) add(slot);
+        lay_out();
+        return !items.empty();
+    }
+
+   private:
+    struct Item {
+        int64_t slot, trunk, begun, first, count, wanted;
+        const int64_t* ids;
+    };
+
+    // A completion's last token, and guesses of what comes after it.
+    void add(int64_t slot) {
+        const int64_t drawn = sheet.drawn[slot], start = slot * sheet.columns + drawn;
+        const int64_t room = std::min(guesses, sheet.budget[slot] - drawn - 1);
+        int64_t count = 0;
+        if (sheet.table != nullptr && room > 0) guess(sheet.table, sheet.tokens, &start, &room, &count, 1, sheet.bits);
+        items.push_back({slot, sheet.trunk_of[slot], sheet.begun[slot], sheet.prompt_end[slot] + drawn, count + 1,
+                         count + 1, sheet.tokens + start + CONTEXT - 1});
+        outcome->rows += count + 1;
+    }
+
+    void lay_out() {
+        // Rows of one trunk are computed together.
+        std::sort(items.begin(), items.end(), [](const Item& a, const Item& b) {
+            return a.trunk != b.trunk ? a.trunk < b.trunk : a.slot < b.slot;
+        });
+        for (auto* rows : {&ids, &positions, &slots, &own, &lengths, &trunk_of, &wanted}) rows->clear();
+        temperatures.clear();
+        uniforms.clear();
+        for (const Item& item : items)
+            for (int64_t i = 0; i < item.count; i++) {
+                const int64_t place = item.first + i, drawing = i - (item.count - item.wanted);
+                if (drawing >= 0) {
+                    wanted.push_back(ids.size());
+                    temperatures.push_back(sheet.temperatures[item.slot]);
+                    // A token has its random number, whether it is drawn now or was guessed wrongly and is drawn later.
+                    const int64_t number = sheet.drawn[item.slot] + drawing;
+                    uniforms.push_back(random_number(sheet.seeds + 2 * item.slot, number));
+                }
+                ids.push_back(item.ids[i]);
+                positions.push_back(item.begun + place);
+                slots.push_back(item.slot);
+                own.push_back(place);
+                lengths.push_back(place + 1);
+                trunk_of.push_back(item.trunk);
+            }
+        tokens.resize(wanted.size());
+        logprobs.resize(wanted.size());
+        const int64_t rows = ids.size(), count = wanted.size();
+        this->take({ids.data(), positions.data(), slots.data(), own.data(), lengths.data(), trunk_of.data(),
+                    wanted.data(), trunks, rows, trunk_count, count},
+                   {temperatures.data(), uniforms.data(), tokens.data(), logprobs.data()}, nullptr);
+    }
+
+    // Of each completion the first token that was drawn, and each that comes after one that was guessed.
+    void accept() {
+        outcome->steps++;
+        int64_t at = 0;
+        for (const Item& item : items) {
+            if (item.wanted == 0) continue;
+            const int64_t slot = item.slot;
+            int64_t* const said = sheet.tokens + slot * sheet.columns + CONTEXT;
+            int64_t& drawn = sheet.drawn[slot];
+            bool stopped = false, held = true;
+            for (int64_t i = 0; i < item.wanted && held; i++, drawn++) {
+                const int64_t token = tokens[at + i];
+                stopped = token < sheet.end_count && sheet.ends[token];
+                held = !stopped && said[drawn] == token;
+                said[drawn] = token;
+                sheet.logprobs[slot * (sheet.columns - CONTEXT) + drawn] = logprobs[at + i];
+            }
+            at += item.wanted;
+            if (!stopped && drawn < sheet.budget[slot]) continue;
+            outcome->over[outcome->count] = slot;
+            outcome->stopped[outcome->count++] = stopped;
+        }
+    }
+
+    const Sheet sheet;
+    const Trunk* const trunks;
+    const int64_t trunk_count, guesses, steps;
+    Outcome* const outcome;
+    std::vector<Item> items;
+    std::vector<int64_t> ids, positions, slots, own, lengths, trunk_of, wanted, tokens;
+    std::vector<float> temperatures, logprobs;
+    std::vector<double> uniforms;
 };
 
 }  // namespace
 
-// A pass over a small model that helpers begin with; it has to be finished. All that it reads or writes stays in place
-// until then.
-#define WHOLE(T, NAME)                                                                                              \
-    extern "C" Job* begin_pass_##NAME(const Model<T>* model, const Batch* batch, const Drawing* drawing, T* hidden,  \
-                                      int64_t most, int64_t threads, float scaling, float eps) {                    \
-        Job* const job = new Pass<T>(*model, *batch, *drawing, hidden, scaling, eps, most, threads);                 \
-        team().begin(job);                                                                                          \
-        return job;                                                                                                 \
+// A pass over a small model, or steps of decoding with it, which helpers begin with; what is begun has to be finished. All
+// that it reads or writes stays in place until then.
+#define WHOLE(T, NAME)                                                                                               \
+    extern "C" Job* begin_pass_##NAME(const Model<T>* model, const Batch* batch, T* hidden, int64_t most,            \
+                                      int64_t threads, float scaling, float eps) {                                   \
+        auto* const job = new Pass<T>(*model, scaling, eps, most, threads);                                          \
+        job->take(*batch, {}, hidden);                                                                               \
+        team().begin(job);                                                                                           \
+        return job;                                                                                                  \
+    }                                                                                                                \
+    extern "C" Job* begin_decoding_##NAME(const Model<T>* model, const Sheet* sheet, const Prompts* prompts,         \
+                                          const int64_t* active, const Trunk* trunks, Outcome* outcome,              \
+                                          int64_t count, int64_t trunk_count, int64_t guesses, int64_t steps,        \
+                                          int64_t most, int64_t threads, float scaling, float eps) {                 \
+        auto* const job = new Decoding<T>(*model, scaling, eps, most, threads, *sheet, *prompts, active, count,      \
+                                          trunks, trunk_count, guesses, steps, outcome);                             \
+        team().begin(job);                                                                                           \
+        return job;                                                                                                  \
     }
 WHOLE(float, float)
 WHOLE(Bf16, bf16)
 
 // Computes what helpers have not begun with, and waits for the rest.
-extern "C" void finish_pass(Job* job) {
+extern "C" void finish(Job* job) {
     team().finish(job);
     delete job;
 }
