@@ -303,6 +303,7 @@ class Stopwatch:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
+        self._inside: set[str] = set()
         self.seconds: dict[str, float] = defaultdict(float)
         self._originals: list[tuple[Any, str, Any]] = []
 
@@ -328,10 +329,14 @@ class Stopwatch:
                     resume, given = coroutine.throw, exc
 
         def timed(*args: Any, **kwargs: Any) -> Any:
+            if part in self._inside:  # one of them calls another
+                return original(*args, **kwargs)
             begun = self._clock()
+            self._inside.add(part)
             try:
                 return original(*args, **kwargs)
             finally:
+                self._inside.discard(part)
                 self.seconds[part] += self._clock() - begun
 
         async def timed_steps(*args: Any, **kwargs: Any) -> Any:

@@ -2,8 +2,8 @@
 
 `tune()` as `make demo` calls it, with an evaluation after every second step: the seconds of training (rollouts and
 updates, without evaluations) until the greedy held-out reward is 0.9, and where the time of the steps went. `sampling`
-is the sampler's work, `training` the learner's, `judging` the judge's, and `agents and the rest` everything else:
-AgentScope, tools, rendering and recording.
+is the sampler's work, also while agents act, `training` the learner's, `judging` the judge's, and `agents and the rest`
+everything else in which nobody samples: AgentScope, tools, rendering and recording.
 """
 
 from __future__ import annotations
@@ -12,8 +12,11 @@ import os
 import statistics
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from typing import Annotated, Any
 
+import torch
 import typer
 from common import ROOT, Stopwatch, write_results
 
@@ -30,10 +33,28 @@ from agentscope_tuner.workflow import JudgeRunner
 
 GOAL = 0.9
 PARTS: dict[str, tuple[type, list[str]]] = {
-    "sampling": (Sampler, ["_admit", "_step"]),
+    "sampling": (Sampler, ["_admit", "_begin", "_join", "_end"]),
     "training": (Learner, ["train"]),
     "judging": (JudgeRunner, ["run"]),
 }
+
+
+def helping() -> float:
+    """Seconds that each of the other threads has computed: they sample, but in the learner's turn."""
+    return (time.process_time() - time.thread_time()) / max(1, torch.get_num_threads() - 1)
+
+
+def count_overlap(watch: Stopwatch) -> Callable[[], None]:
+    """Count as sampling what is sampled while agents act; returns what ends that."""
+    settle = Sampler._settle
+
+    async def settled(self: Sampler) -> None:
+        before = helping()
+        await settle(self)
+        watch.seconds["sampling"] += helping() - before
+
+    Sampler._settle = settled
+    return lambda: setattr(Sampler, "_settle", settle)
 
 
 def train(watch: Stopwatch, seed: int, folder: str) -> TuneResult:
@@ -64,8 +85,10 @@ def measure(seed: int) -> dict[str, Any]:
     for part, (owner, methods) in PARTS.items():
         for method in methods:
             watch.time(owner, method, part)
+    stop = count_overlap(watch)
     with tempfile.TemporaryDirectory() as folder:
         history = train(watch, seed, folder).history
+    stop()
     watch.stop()
     seconds, reached = 0.0, None
     for step in history:

@@ -319,7 +319,7 @@ class Completions:
 
     def decoded(self, lines: Lines, outcome: Outcome) -> tuple[list[Completion], int]:
         """The completions that are complete by what was decoded, and how many tokens of completions were run."""
-        over = dict(outcome.over)
+        over = outcome.over
         for row, first in lines.watched:
             if self._tell(row, first):
                 over[row] = True

@@ -42,15 +42,16 @@ class Outcome:
 
     def __init__(self, most: int) -> None:
         """For at most so many completions."""
-        self._slots, self._stopped = ((_SIZE * most)() for _ in "ab")
-        self.place = _sizes(*map(ctypes.addressof, (self._slots, self._stopped)), 0, 0, 0)
+        self._over = torch.empty(2, most, dtype=torch.int64)
+        place = self._over.data_ptr()
+        self.place = _sizes(place, place + most * self._over.itemsize, 0, 0, 0)
         """See `Outcome` in `kernels/whole.cpp`."""
 
     @property
-    def over(self) -> list[tuple[int, bool]]:
+    def over(self) -> dict[int, bool]:
         """The slots of completions that are over, and whether they were stopped."""
-        count = self.place[2]
-        return [(slot, bool(stopped)) for slot, stopped in zip(self._slots[:count], self._stopped[:count], strict=True)]
+        slots, stopped = self._over[:, : self.place[2]].tolist()
+        return dict(zip(slots, map(bool, stopped), strict=True))
 
     @property
     def rows(self) -> int:

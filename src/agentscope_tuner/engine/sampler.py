@@ -1,8 +1,11 @@
 """The sampler: continuous batching over all running episodes, with every shared prefix computed once.
 
-Agents and sampler take turns on one event loop. Before each batch the sampler waits, within its patience, until every
-open episode has asked for something or ended; so batches depend on what the episodes do, not on the clock, and equal
-seeds give equal bits.
+Agents and sampler share one event loop. Before each batch the sampler waits, within its patience, until every open
+episode has asked for something or ended; so batches depend on what the episodes do, not on the clock, and equal seeds
+give equal bits.
+
+A small model is computed by helping threads meanwhile. Then agents act during the batch that follows the one in which
+their completions ended, however long it takes, and the one after it is theirs again: batches depend on nothing else.
 """
 
 from __future__ import annotations
@@ -35,6 +38,8 @@ _TRUNK_USERS = 4
 _BUNCH = 3
 """Waiting requests begin once they are at least this fraction (one over it) of the active ones."""
 _PATIENCE_SLICE_S = 0.01
+_EARLY, _EARLY_SHARE = 16, 4
+"""With so many waiting requests, if they are this fraction (one over it) of the open episodes, a small model begins."""
 _STEPS = 8
 """So many steps of a small model are taken at once, where nobody can come or go in between."""
 
@@ -86,6 +91,8 @@ class Sampler:
         self._waiting: list[Request] = []
         self._prefilling: list[Request] = []
         """Those with a slot, of whose prompts something is not computed."""
+        self._dropped: list[Slot] = []
+        """Slots of requests that ended while a step was computed for them."""
         self._pump: asyncio.Task[None] | None = None
         self._step: _Step | None = None
         """The one that is being computed, if there is any."""
@@ -163,6 +170,11 @@ class Sampler:
         self._return(episode_id)
         if self._pump is None or self._pump.done():
             self._pump = asyncio.get_running_loop().create_task(self._run(), name="sampler")
+        if self._may_begin_early():
+            try:
+                self._begin()
+            except Exception as exc:
+                self._fail(exc)
         try:
             return await request.future
         except asyncio.CancelledError:
@@ -183,8 +195,7 @@ class Sampler:
         """
         if self._pending:
             raise RuntimeError("weights changed while completions were under way")
-        if self._step is not None:  # nobody waits for what it draws, but it reads the weights
-            self._step.compute()
+        self._join()  # nobody waits for what it draws, but it reads the weights
         self._runner.decoder.refresh()
         self.policy_version = version
         self._forget()
@@ -193,6 +204,7 @@ class Sampler:
 
     def _forget(self) -> None:
         self._slots = Slots(self._runner.cache.slots, self._runner.trunk_tokens)
+        self._dropped.clear()
         self._runner.forget_prefixes()
         if self._drafts is not None:
             self._drafts.forget()
@@ -217,33 +229,41 @@ class Sampler:
                     await self._settle()
                     if not (self._waiting or self._begun):
                         return
-                with torch.inference_mode():
-                    if self._may_admit():
-                        self._admit()
-                    step = self._step = self._begin()
+                step = self._step or self._begin()
                 try:
                     # Those whose completions ended in the last step act while this one is computed, and take part in
                     # the next one: also where it would have been over before.
                     if self._runner.overlaps:
                         await self._settle()
+                        self._admit()
                 finally:
-                    with torch.inference_mode():
-                        step.compute()
+                    self._join()
                     self._step = None
                 if step.completions is self._completions:
                     self._end(step)
-        except Exception as exc:  # everybody who waits has to hear of it
-            for request in self._pending:
-                if not request.future.done():
-                    request.future.set_exception(exc)
-            self._pending, self._waiting, self._prefilling = set(), [], []
-            self._forget()
+        except Exception as exc:
+            self._fail(exc)
+
+    def _may_begin_early(self) -> bool:
+        """Whether to begin with those who wait, of many who are about to ask for something."""
+        waiting = len(self._waiting)
+        idle = self._step is None and not self._begun and self._runner.overlaps
+        return idle and waiting >= _EARLY and waiting * _EARLY_SHARE >= len(self._opened)
+
+    def _fail(self, exc: Exception) -> None:
+        """Everybody who waits has to hear of an error."""
+        for request in self._pending:
+            if not request.future.done():
+                request.future.set_exception(exc)
+        self._pending, self._waiting, self._prefilling = set(), [], []
+        self._forget()
 
     @property
     def _begun(self) -> int:
         """How many requests have slots."""
         return len(self._prefilling) + len(self._completions)
 
+    @property
     def _may_admit(self) -> bool:
         """Whether waiting requests should begin now."""
         if not self._waiting or self._begun == len(self._slots):
@@ -271,8 +291,11 @@ class Sampler:
         self._away.clear()
         self._quiet.set()
 
+    @torch.inference_mode()
     def _admit(self) -> None:
-        """Give waiting requests their slots."""
+        """Give waiting requests their slots, if they should begin now."""
+        if not self._may_admit:
+            return
         free = sum(not slot.busy for slot in self._slots)
         self._waiting.sort(key=lambda request: request.order)
         batch, self._waiting = self._waiting[:free], self._waiting[free:]
@@ -304,6 +327,8 @@ class Sampler:
                 self._slots.fill(scratch, adapter, None, first[:shared], 0)
                 scratch.busy = True
                 scratches.append(scratch)
+        if scratches:  # for them the cache may have to grow
+            self._join()
         self._compute(scratches)
         for scratch in scratches:
             cache = self._runner.cache.take(scratch.index, scratch.cached)
@@ -354,12 +379,21 @@ class Sampler:
             self._completions.remove(request)
         else:
             return
-        self._slots.release(request.slot)
+        if self._step is None:
+            self._slots.release(request.slot)
+        else:  # it is being written to
+            self._dropped.append(request.slot)
 
     # --------------------------------------------------------------------------------------------- computing
 
+    @torch.inference_mode()
     def _begin(self) -> _Step:
         """Run what the requests with slots miss, as much as goes at once, and draw for those that miss nothing then."""
+        self._admit()
+        self._step = self._plan()
+        return self._step
+
+    def _plan(self) -> _Step:
         completions = self._completions
         slots = [request.slot for request in self._prefilling]
         plan = self._runner.plan(slots, beside=len(completions)) if slots else {}
@@ -370,7 +404,7 @@ class Sampler:
             for request in complete:
                 completions.add(request)
             # Whoever acts now, or waits to share what this step computes, takes part in the one after it.
-            steps = 1 if self._away or self._prefilling or self._may_admit() else _STEPS
+            steps = 1 if self._away or self._prefilling or self._may_admit else _STEPS
             lines = completions.lines(plan, guesses, steps)
             job = self._runner.decode(lines, self._slots.trunks)
             return _Step(completions, plan, job.finish, lambda: completions.decoded(lines, job.finish()))
@@ -383,8 +417,16 @@ class Sampler:
         rows = len(work.ids) - sum(plan.values())
         return _Step(completions, plan, compute, lambda: (completions.accept(work, *compute()), rows))
 
+    @torch.inference_mode()
+    def _join(self) -> None:
+        """Compute what is left of the step that was begun."""
+        if self._step is not None:
+            self._step.compute()
+
     def _end(self, step: _Step) -> None:
         """Take what was computed."""
+        while self._dropped:
+            self._slots.release(self._dropped.pop())
         for slot, count in step.plan.items():
             slot.cached += count
             self.tokens_prefilled += count
