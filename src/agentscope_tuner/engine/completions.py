@@ -313,9 +313,12 @@ class Completions:
         self._reserve(int(reached.max(initial=0)) + 1)
         ends = [slot.cached + tokens for slot, tokens in plan.items()]
         capacity = max(int((self._prompt_end[rows] + reached).max(initial=0)), *ends, 0)
-        planned = [slot.index for slot in plan]
-        watched = [(row, int(self._drawn[row])) for row in rows[self._watched[rows]].tolist()]
-        return Lines(self._sheet(), plan, rows[~np.isin(rows, planned)], capacity, guesses, steps, watched)
+        planned = {slot.index for slot in plan}
+        active = np.array([row for row in self._requests if row not in planned], np.int64) if plan else rows
+        watched: list[tuple[int, int]] = []
+        if self._listeners:
+            watched = [(row, int(self._drawn[row])) for row in rows[self._watched[rows]].tolist()]
+        return Lines(self._sheet, plan, active, capacity, guesses, steps, watched)
 
     def decoded(self, lines: Lines, outcome: Outcome) -> tuple[list[Completion], int]:
         """The completions that are complete by what was decoded, and how many tokens of completions were run."""
@@ -332,6 +335,7 @@ class Completions:
         ]
         return completed, outcome.rows
 
+    @cached_property
     def _sheet(self) -> list[int]:
         """See `Sheet` in `kernels/whole.cpp`."""
         arrays = (
@@ -339,8 +343,7 @@ class Completions:
             self._seeds, self._temperature, self._ends,
         )  # fmt: skip
         table, bits = (0, 0) if self._drafts is None else self._drafts.place
-        places = [array.__array_interface__["data"][0] for array in arrays]
-        return [*places, table, self._tokens.shape[1], len(self._ends), bits]
+        return [*(array.ctypes.data for array in arrays), table, self._tokens.shape[1], len(self._ends), bits]
 
     @property
     def _all(self) -> Lineup:
@@ -390,6 +393,7 @@ class Completions:
             self._tokens, self._logprobs, self._uniforms = (
                 np.pad(array, wider) for array in (self._tokens, self._logprobs, self._uniforms)
             )
+            self.__dict__.pop("_sheet", None)
 
 
 class _Streams:

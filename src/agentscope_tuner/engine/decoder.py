@@ -249,6 +249,7 @@ class WholeDecoder(NativeDecoder):
         """Read the weights again."""
         super().refresh()
         self._tensors: list[Tensor] = []  # they are read by address
+        self._over: tuple[KVCache, int] | None = None
         self._places = np.array(
             [
                 [
@@ -288,9 +289,11 @@ class WholeDecoder(NativeDecoder):
 
     def over(self, cache: KVCache) -> SmallModel:
         """The model, as compiled kernels run it, with the keys and values of a cache."""
-        self._places[:, -2] = [keys.data_ptr() for keys in cache.keys]
-        self._places[:, -1] = [values.data_ptr() for values in cache.values]
-        self._model.places[-1] = cache.capacity
+        if self._over != (over := (cache, cache.capacity)):  # it moves when it grows, and only then
+            self._over = over
+            self._places[:, -2] = [keys.data_ptr() for keys in cache.keys]
+            self._places[:, -1] = [values.data_ptr() for values in cache.values]
+            self._model.places[-1] = cache.capacity
         return self._model
 
     def check(self, ids: Tensor) -> None:
