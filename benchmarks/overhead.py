@@ -5,7 +5,8 @@ drawing of tokens are computed by all threads of the processor, while agents act
 processor time that they take, shared among the threads: as long as a rollout would take if there were nothing else.
 `overhead` is what it takes longer: rendering, tokenizing and parsing, recording, scheduling, and the agents themselves,
 as far as they are not done while something else is computed on the other threads. `apart` is what that would be if they
-were not done at the same time: the processor time of everything but the transformer.
+were not done at the same time: the processor time of everything but the transformer. Where `apart` is missing, agents
+and transformer took turns when that was measured.
 
 Three ways to write the same agent:
 
