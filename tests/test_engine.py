@@ -514,8 +514,9 @@ def test_room_for_long_completions_is_made_on_the_way(tiny_model_dir: Path, monk
     assert [call.logprobs for call in found] == [call.logprobs for call in expected]
 
 
-def test_an_error_while_computing_reaches_everybody_who_waits(tiny_model_dir: Path) -> None:
-    sampler = start(load(tiny_model_dir))
+@pytest.mark.parametrize("fast", [True, False])
+def test_an_error_while_computing_reaches_everybody_who_waits(tiny_model_dir: Path, fast: bool) -> None:
+    sampler = start(load(tiny_model_dir), fast_decoder=fast)
 
     async def run() -> list[object]:
         bad = sampler.sample([10**6] * 5, SamplingParams(), episode_id="a")
@@ -523,6 +524,8 @@ def test_an_error_while_computing_reaches_everybody_who_waits(tiny_model_dir: Pa
         return await asyncio.wait_for(asyncio.gather(bad, good, return_exceptions=True), 10)
 
     assert all(isinstance(outcome, IndexError) for outcome in asyncio.run(run()))
+    sample = asyncio.run(sampler.sample([5] * 5, SamplingParams(max_tokens=3), episode_id="c"))
+    assert len(sample.token_ids) == 3
 
 
 def save_family(family: str, tiny_model_dir: Path, folder: Path) -> Path:

@@ -195,7 +195,7 @@ class Sampler:
         """
         if self._pending:
             raise RuntimeError("weights changed while completions were under way")
-        self._join()  # nobody waits for what it draws, but it reads the weights
+        self._join(self._step)  # nobody waits for what it draws, but it reads the weights
         self._runner.decoder.refresh()
         self.policy_version = version
         self._forget()
@@ -237,8 +237,7 @@ class Sampler:
                         await self._settle()
                         self._admit()
                 finally:
-                    self._join()
-                    self._step = None
+                    self._join(step)
                 if step.completions is self._completions:
                     self._end(step)
         except Exception as exc:
@@ -328,7 +327,7 @@ class Sampler:
                 scratch.busy = True
                 scratches.append(scratch)
         if scratches:  # for them the cache may have to grow
-            self._join()
+            self._join(self._step)
         self._compute(scratches)
         for scratch in scratches:
             cache = self._runner.cache.take(scratch.index, scratch.cached)
@@ -389,6 +388,8 @@ class Sampler:
     @torch.inference_mode()
     def _begin(self) -> _Step:
         """Run what the requests with slots miss, as much as goes at once, and draw for those that miss nothing then."""
+        while self._dropped:
+            self._slots.release(self._dropped.pop())
         self._admit()
         self._step = self._plan()
         return self._step
@@ -418,15 +419,15 @@ class Sampler:
         return _Step(completions, plan, compute, lambda: (completions.accept(work, *compute()), rows))
 
     @torch.inference_mode()
-    def _join(self) -> None:
-        """Compute what is left of the step that was begun."""
-        if self._step is not None:
-            self._step.compute()
+    def _join(self, step: _Step | None) -> None:
+        """Compute what is left of a step that was begun."""
+        if self._step is step:
+            self._step = None
+        if step is not None:
+            step.compute()
 
     def _end(self, step: _Step) -> None:
         """Take what was computed."""
-        while self._dropped:
-            self._slots.release(self._dropped.pop())
         for slot, count in step.plan.items():
             slot.cached += count
             self.tokens_prefilled += count

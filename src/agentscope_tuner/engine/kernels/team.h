@@ -21,7 +21,7 @@ class Job {
     // Works on it until there is nothing left to do.
     void run() {
         std::unique_lock<std::mutex> hold(mutex);
-        while (!over) {
+        while (!over && pieces > 0) {
             if (next < pieces) {
                 const int64_t which = next++;
                 hold.unlock();
