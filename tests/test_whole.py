@@ -90,6 +90,17 @@ def test_equal_bits_whatever_the_pieces(tiny_model_dir: Path, threads: None, mon
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("seed", [0, 2**63 + 1, 2**70 + 3])
+def test_random_numbers_are_the_same_with_and_without_kernels(
+    seed: int, sampler: Sampler, tiny_model_dir: Path
+) -> None:
+    params = SamplingParams(max_tokens=70, seed=seed, temperature=2.0)
+    plain = start(load(tiny_model_dir), fast_decoder=False)
+    ours, others = (asyncio.run(one.sample([5] * 9, params, episode_id="one")) for one in (sampler, plain))
+    assert len(ours.token_ids) > 10
+    assert ours.token_ids == others.token_ids
+
+
 def test_agents_act_while_others_are_computed(sampler: Sampler, monkeypatch: pytest.MonkeyPatch) -> None:
     notes = noted(monkeypatch)
 

@@ -250,22 +250,7 @@ class WholeDecoder(NativeDecoder):
         super().refresh()
         self._tensors: list[Tensor] = []  # they are read by address
         self._over: tuple[KVCache, int] | None = None
-        self._places = np.array(
-            [
-                [
-                    *map(self._address, (layer.norm_in, layer.norm_mid, *(layer.norms or (None, None)))),
-                    *(
-                        number
-                        for linear in (layer.qkv, layer.out, layer.gate_up, layer.down)
-                        for number in self._linear(linear.weight, linear.bias)
-                    ),
-                    0,
-                    0,
-                ]
-                for layer in self._layers
-            ]
-        )
-        """(L, 22) See `Layer` in `kernels/whole.cpp`; keys and values come last."""
+        self._places = np.array([self._place(layer) for layer in self._layers])
         head = layer_weight(self._loaded.head, merged=True)
         self.draws = head.nbytes <= _SMALL_HEAD
         """Whether it also draws tokens."""
@@ -276,6 +261,13 @@ class WholeDecoder(NativeDecoder):
         ]  # fmt: skip
         self._model = SmallModel(torch.tensor(model), self._norm, self._layers[0].scaling, self._eps)
         """The capacity of the cache comes last."""
+
+    def _place(self, layer: _Layer) -> list[int]:
+        """A `Layer` of `kernels/whole.cpp`, without keys and values, which come last."""
+        place = [self._address(norm) for norm in (layer.norm_in, layer.norm_mid, *(layer.norms or (None, None)))]
+        for linear in (layer.qkv, layer.out, layer.gate_up, layer.down):
+            place += self._linear(linear.weight, linear.bias)
+        return [*place, 0, 0]
 
     def _address(self, tensor: Tensor | None) -> int:
         if tensor is None:
