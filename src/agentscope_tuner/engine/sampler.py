@@ -429,7 +429,8 @@ class Sampler:
     def _end(self, step: _Step) -> None:
         """Take what was computed."""
         for slot, count in step.plan.items():
-            slot.cached += count
+            # Where its request ended meanwhile, all that it holds is counted already.
+            slot.cached = min(slot.cached + count, len(slot.ids))
             self.tokens_prefilled += count
         completed, rows = step.accept()
         self.rows_decoded += rows
