@@ -11,6 +11,7 @@ from tokenizers import models as tokenizer_models
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from agentscope_tuner.engine.models import model_directory
+from agentscope_tuner.engine.trial import native_kernels
 
 # With models this small a second thread costs more than it computes.
 torch.set_num_threads(1)
@@ -66,3 +67,9 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_agent_dir() -> Path:
     """The model that ships."""
     return Path(model_directory("tiny-agent"))
+
+
+@pytest.fixture
+def kernels() -> None:
+    """Compiled kernels are there; without them, tests of what needs them would compare nothing with nothing."""
+    assert native_kernels() is not None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +20,7 @@ from agentscope_tuner.engine.sampler import Sampler
 from agentscope_tuner.policy import Sample, SamplingParams
 from agentscope_tuner.types import ModelCall
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no compiler")
+pytestmark = pytest.mark.usefixtures("kernels")
 
 
 @pytest.fixture

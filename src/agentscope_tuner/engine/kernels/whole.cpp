@@ -81,8 +81,8 @@ class Pass : public Job {
         const Cache<T> cache{nullptr, nullptr, model.kv_heads, model.capacity, model.d};
         Attention<T> attention{cache, batch.trunks, batch.trunk_of, batch.slots, batch.lengths,
                                model.heads / model.kv_heads};
-        Heads<T> heads{nullptr,     nullptr, model.cosines, model.sines, batch.positions, batch.slots,
-                       batch.own, cache,   model.heads,   scaling,     eps};
+        Heads<T> heads{nullptr, nullptr, model.cosines, model.sines, batch.positions, batch.slots, batch.own, cache,
+                       model.heads, scaling, eps};
         const auto blocks = attention.blocks(first, first + n);
         const int64_t q_size = attention.row_size();
         sums.resize(n * width);
