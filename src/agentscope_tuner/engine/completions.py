@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -108,13 +109,10 @@ class Lines:
     """Those that somebody listens to, and how many tokens each of them has."""
 
 
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """What was drawn for a request."""
+class Over(NamedTuple):
+    """A request for which nothing more is drawn."""
 
     request: Request
-    token_ids: list[int]
-    logprobs: list[float]
     finish_reason: str
 
 
@@ -190,18 +188,23 @@ class Completions:
         context = request.prompt_ids[-CONTEXT:]
         self._tokens[row, :CONTEXT] = [-1] * (CONTEXT - len(context)) + context
 
-    def remove(self, request: Request) -> list[int]:
-        """Draw no more for a request; its slot keeps what has keys and values. Returns all that was drawn."""
+    def remove(self, request: Request) -> None:
+        """Draw no more for a request."""
         row = request.slot.index
         del self._requests[row]
         self._lineup = None
         self._listeners -= self._watched[row]
         self._truncating -= request.params.truncates
-        token_ids: list[int] = self._tokens[row, CONTEXT : CONTEXT + self._drawn[row]].tolist()
+
+    def drawn(self, request: Request) -> tuple[list[int], list[float]]:
+        """All that was drawn for a request, and its log-probabilities; its slot keeps what has keys and values."""
+        row, drawn = request.slot.index, int(self._drawn[request.slot.index])
+        token_ids: list[int] = self._tokens[row, CONTEXT : CONTEXT + drawn].tolist()
+        logprobs: list[float] = self._logprobs[row, :drawn].tolist()
         if token_ids:
             request.slot.ids += token_ids[:-1]
             request.slot.cached = len(request.slot.ids)
-        return token_ids
+        return token_ids, logprobs
 
     def guess(self, most: int) -> None:
         """Guess what comes after each last token: at most so many tokens."""
@@ -254,11 +257,11 @@ class Completions:
         uniform = self._uniforms[each, np.repeat(begun, wanted) + count_up(wanted)]
         return Drawing(self._temperature[each], self._top_k[each], self._top_p[each], uniform)
 
-    def accept(self, work: Work, tokens: np.ndarray, logprobs: np.ndarray) -> list[Completion]:
+    def accept(self, work: Work, tokens: np.ndarray, logprobs: np.ndarray) -> list[Over]:
         """Take what was drawn for work: tokens (R,) and their log-probabilities (R,).
 
-        Of each completion the first token is taken, and each that comes after one that was guessed. Returns the
-        completions that are complete by that.
+        Of each completion the first token is taken, and each that comes after one that was guessed. Returns the requests
+        that are over by that.
         """
         rows, wanted = work.drawing
         begun = self._drawn[rows]
@@ -281,11 +284,10 @@ class Completions:
             for i, row, first in zip(watched.tolist(), rows[watched].tolist(), begun[watched].tolist(), strict=True):
                 stopped[i] |= self._tell(row, first)
         over = stopped | (self._drawn[rows] == self._budget[rows])
-        finished = [(self._requests.get(int(rows[i])), stopped[i]) for i in over.nonzero()[0].tolist()]
-        # Some may have been ended meanwhile, by whoever was told of a token among others.
-        return [
-            self._complete(request, "stop" if stop else "length") for request, stop in finished if request is not None
-        ]
+        finished = self._over((self._requests.get(int(rows[i])), stopped[i]) for i in over.nonzero()[0].tolist())
+        for request, _ in finished:
+            self._learn(request.slot.index)
+        return finished
 
     @property
     def tokens_drawn(self) -> int:
@@ -320,20 +322,15 @@ class Completions:
             watched = [(row, int(self._drawn[row])) for row in rows[self._watched[rows]].tolist()]
         return Lines(self._sheet, plan, active, capacity, guesses, steps, watched)
 
-    def decoded(self, lines: Lines, outcome: Outcome) -> tuple[list[Completion], int]:
-        """The completions that are complete by what was decoded, and how many tokens of completions were run."""
+    def decoded(self, lines: Lines, outcome: Outcome) -> tuple[list[Over], int]:
+        """The requests that are over by what was decoded, and how many tokens of completions were run."""
         over = outcome.over
         for row, first in lines.watched:
             if self._tell(row, first):
+                if row not in over:
+                    self._learn(row)
                 over[row] = True
-        # Some may have been ended meanwhile, by whoever was told of a token among others.
-        requests = [(self._requests.get(row), stopped) for row, stopped in over.items()]
-        completed = [
-            self._complete(request, "stop" if stopped else "length")
-            for request, stopped in requests
-            if request is not None
-        ]
-        return completed, outcome.rows
+        return self._over((self._requests.get(row), stopped) for row, stopped in over.items()), outcome.rows
 
     @cached_property
     def _sheet(self) -> list[int]:
@@ -378,12 +375,17 @@ class Completions:
                 return True
         return False
 
-    def _complete(self, request: Request, reason: str) -> Completion:
-        row, drawn = request.slot.index, int(self._drawn[request.slot.index])
-        logprobs: list[float] = self._logprobs[row, :drawn].tolist()
+    def _learn(self, row: int) -> None:
+        """Guess better by a completion that is over."""
         if self._drafts is not None:
-            self._drafts.learn(self._tokens[row, : CONTEXT + drawn])
-        return Completion(request, self.remove(request), logprobs, reason)
+            self._drafts.learn(self._tokens[row, : CONTEXT + self._drawn[row]])
+
+    def _over(self, requests: Iterable[tuple[Request | None, bool]]) -> list[Over]:
+        # Some may have been ended meanwhile, by whoever was told of a token among others.
+        over = [(request, stopped) for request, stopped in requests if request is not None]
+        for request, _ in over:
+            self.remove(request)
+        return [Over(request, "stop" if stopped else "length") for request, stopped in over]
 
     def _reserve(self, columns: int) -> None:
         """Have room for completions of so many tokens."""

@@ -23,7 +23,7 @@ import torch
 
 from agentscope_tuner.algorithms.packing import common_prefix
 from agentscope_tuner.config import EngineConfig
-from agentscope_tuner.engine.completions import Completion, Completions, Request
+from agentscope_tuner.engine.completions import Completions, Over, Request
 from agentscope_tuner.engine.decoder import ModuleDecoder
 from agentscope_tuner.engine.drafts import Drafts
 from agentscope_tuner.engine.model_runner import ModelRunner
@@ -56,8 +56,8 @@ class _Step:
     """How many missing tokens of which prompts."""
     compute: Callable[[], object]
     """Does what is left; nothing, where that was done."""
-    accept: Callable[[], tuple[list[Completion], int]]
-    """The completions that are complete by it, and how many tokens of completions were run."""
+    accept: Callable[[], tuple[list[Over], int]]
+    """The requests that are over by it, and how many tokens of completions were run."""
 
 
 class Sampler:
@@ -93,6 +93,8 @@ class Sampler:
         """Those with a slot, of whose prompts something is not computed."""
         self._dropped: list[Slot] = []
         """Slots of requests that ended while a step was computed for them."""
+        self._over: list[Over] = []
+        """Those whose completions are complete, and who have not heard of it."""
         self._pump: asyncio.Task[None] | None = None
         self._step: _Step | None = None
         """The one that is being computed, if there is any."""
@@ -226,10 +228,14 @@ class Sampler:
         try:
             while True:
                 if not (self._runner.overlaps and self._begun):
+                    self._deliver()
                     await self._settle()
                     if not (self._waiting or self._begun):
                         return
-                step = self._step or self._begin()
+                try:
+                    step = self._step or self._begin()
+                finally:  # what need not be done before, is done meanwhile
+                    self._deliver()
                 try:
                     # Those whose completions ended in the last step act while this one is computed, and take part in
                     # the next one: also where it would have been over before.
@@ -254,7 +260,7 @@ class Sampler:
         for request in self._pending:
             if not request.future.done():
                 request.future.set_exception(exc)
-        self._pending, self._waiting, self._prefilling = set(), [], []
+        self._pending, self._waiting, self._prefilling, self._over = set(), [], [], []
         self._forget()
 
     @property
@@ -376,6 +382,7 @@ class Sampler:
             self._prefilling.remove(request)
         elif request in self._completions:
             self._completions.remove(request)
+            self._completions.drawn(request)
         else:
             return
         if self._step is None:
@@ -390,6 +397,8 @@ class Sampler:
         """Run what the requests with slots miss, as much as goes at once, and draw for those that miss nothing then."""
         while self._dropped:
             self._slots.release(self._dropped.pop())
+        if len(self._waiting) + self._begun + len(self._over) > len(self._slots):
+            self._deliver()  # somebody who waits takes their slots
         self._admit()
         self._step = self._plan()
         return self._step
@@ -405,7 +414,7 @@ class Sampler:
             for request in complete:
                 completions.add(request)
             # Whoever acts now, or waits to share what this step computes, takes part in the one after it.
-            steps = 1 if self._away or self._prefilling or self._may_admit else _STEPS
+            steps = 1 if self._away or self._over or self._prefilling or self._may_admit else _STEPS
             lines = completions.lines(plan, guesses, steps)
             job = self._runner.decode(lines, self._slots.trunks)
             return _Step(completions, plan, job.finish, lambda: completions.decoded(lines, job.finish()))
@@ -432,21 +441,22 @@ class Sampler:
             # Where its request ended meanwhile, all that it holds is counted already.
             slot.cached = min(slot.cached + count, len(slot.ids))
             self.tokens_prefilled += count
-        completed, rows = step.accept()
+        over, rows = step.accept()
+        self._over += over
         self.rows_decoded += rows
-        for completion in completed:
-            self._finish(completion)
 
-    def _finish(self, completion: Completion) -> None:
-        request, token_ids = completion.request, completion.token_ids
-        self._slots.release(request.slot)
-        self.tokens_sampled += len(token_ids)
-        if not request.future.done():
-            sample = Sample(token_ids, completion.logprobs, completion.finish_reason, self.policy_version)
-            request.future.set_result(sample)
-            # Its episode can go on; it is waited for before the next batch.
-            if request.episode_id in self._opened:
-                self._leave(request.episode_id)
+    def _deliver(self) -> None:
+        """Give those their completions for whom these are complete."""
+        over, self._over = self._over, []
+        for request, finish_reason in over:
+            token_ids, logprobs = self._completions.drawn(request)
+            self._slots.release(request.slot)
+            self.tokens_sampled += len(token_ids)
+            if not request.future.done():
+                request.future.set_result(Sample(token_ids, logprobs, finish_reason, self.policy_version))
+                # Its episode can go on; it is waited for before the next batch.
+                if request.episode_id in self._opened:
+                    self._leave(request.episode_id)
 
     def _said_stop(self, stops: Sequence[str], token_ids: np.ndarray) -> bool:
         """Whether the last token completed one of the strings at which to stop."""

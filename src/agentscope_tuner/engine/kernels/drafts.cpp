@@ -23,7 +23,6 @@ int64_t place(uint64_t key, int64_t bits) { return key * 0x9E3779B97F4A7C15u >> 
 
 }  // namespace
 
-// Remembers `count` tokens, the first of which are the context of the next one, in a table of 2^bits entries.
 extern "C" void learn(Entry* table, const int64_t* tokens, int64_t count, int64_t bits) {
     for (int64_t at = CONTEXT; at < count; at++) {
         const uint64_t key = key_of(tokens + at - CONTEXT);

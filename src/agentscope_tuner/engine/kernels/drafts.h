@@ -12,6 +12,9 @@ struct Entry {
     int32_t token, strength;
 };
 
+// Remembers `count` tokens, the first of which are the context of the next one, in a table of 2^bits entries.
+extern "C" void learn(Entry* table, const int64_t* tokens, int64_t count, int64_t bits);
+
 // Of `count` sequences: writes behind the context that begins at tokens[starts[i]] what probably follows it, at most
 // `most[i]` tokens, and how many these are to counts[i].
 extern "C" void guess(const Entry* table, int64_t* tokens, const int64_t* starts, const int64_t* most, int64_t* counts,

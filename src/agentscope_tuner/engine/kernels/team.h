@@ -21,13 +21,14 @@ class Job {
     // Works on it until there is nothing left to do.
     void run() {
         std::unique_lock<std::mutex> hold(mutex);
-        while (!over && pieces > 0) {
+        while (!over) {
             if (next < pieces) {
                 const int64_t which = next++;
                 hold.unlock();
                 piece(which);
                 hold.lock();
-                if (++done < pieces) continue;
+                done++;
+            } else if (done == pieces) {
                 over = !advance();
                 next = done = 0;
             } else {  // others compute the last pieces of a step, which does not take long
@@ -44,7 +45,7 @@ class Job {
    protected:
     virtual void piece(int64_t which) = 0;
 
-    // All pieces of a step are done; whether there is another one, with so many `pieces`.
+    // Before the first step, and when all pieces of one are done: whether there is another one, with so many `pieces`.
     virtual bool advance() = 0;
 
     int64_t pieces = 0;

@@ -6,6 +6,7 @@
 
 #include <atomic>
 #include <memory>
+#include <utility>
 
 #include "blocks.h"
 #include "drafts.h"
@@ -73,7 +74,7 @@ class Pass : public Job {
     }
 
    protected:
-    bool advance() override { return false; }
+    bool advance() override { return !std::exchange(begun, true) && pieces > 0; }
 
     void piece(int64_t which) override {
         thread_local std::vector<float> sums, in, joined, queries, gated, change;
@@ -157,6 +158,7 @@ class Pass : public Job {
     Batch batch;
     Drawing drawing;
     T* hidden;
+    bool begun = false;
     std::vector<int64_t> cuts;                        // the first row of each piece, and the end
     std::unique_ptr<std::atomic<int64_t>[]> written;  // for each piece, in how many layers its keys and values are there
 };
@@ -170,7 +172,7 @@ struct Sheet {
     const uint64_t* seeds;  // (slots, 2)
     const float* temperatures;
     const uint8_t* ends;  // (end_count,) whether a token ends every completion; those beyond it do not
-    const Entry* table;   // of guesses, if there are any
+    Entry* table;         // of guesses, if there are any; learns from completions that are over
     int64_t columns, end_count, bits;
 };
 
@@ -213,25 +215,20 @@ class Decoding : public Pass<T> {
              const Prompts& prompts, const int64_t* active, int64_t count, const Trunk* trunks, int64_t trunk_count,
              int64_t guesses, int64_t steps, Outcome* outcome)
         : Pass<T>(model, scaling, eps, most, threads), sheet(sheet), trunks(trunks), trunk_count(trunk_count),
-          guesses(guesses), steps(steps), outcome(outcome) {
-        int64_t at = 0;
-        for (int64_t i = 0; i < prompts.count; i++) {
-            items.push_back({prompts.slots[i], prompts.trunk_of[i], prompts.begun[i], prompts.first[i],
-                             prompts.counts[i], prompts.complete[i], prompts.ids + at});
-            at += prompts.counts[i];
-        }
-        for (int64_t i = 0; i < count; i++) add(active[i]);
-        lay_out();
-    }
+          guesses(guesses), steps(steps), outcome(outcome), prompts(prompts), active(active, active + count) {}
 
    protected:
     bool advance() override {
-        accept();
-        if (outcome->count > 0 || outcome->steps == steps) return false;
-        std::vector<int64_t> active;
-        for (const Item& item : items)
-            if (item.wanted > 0) active.push_back(item.slot);
-        items.clear();
+        if (!std::exchange(begun, true)) {
+            add_prompts();
+        } else {
+            accept();
+            if (outcome->count > 0 || outcome->steps == steps) return false;
+            active.clear();
+            for (const Item& item : items)
+                if (item.wanted > 0) active.push_back(item.slot);
+            items.clear();
+        }
         for (const int64_t slot : active) add(slot);
         lay_out();
         return !items.empty();
@@ -242,6 +239,15 @@ class Decoding : public Pass<T> {
         int64_t slot, trunk, begun, first, count, wanted;
         const int64_t* ids;
     };
+
+    void add_prompts() {
+        int64_t at = 0;
+        for (int64_t i = 0; i < prompts.count; i++) {
+            items.push_back({prompts.slots[i], prompts.trunk_of[i], prompts.begun[i], prompts.first[i],
+                             prompts.counts[i], prompts.complete[i], prompts.ids + at});
+            at += prompts.counts[i];
+        }
+    }
 
     // A completion's last token, and guesses of what comes after it.
     void add(int64_t slot) {
@@ -306,6 +312,7 @@ class Decoding : public Pass<T> {
             }
             at += item.wanted;
             if (!stopped && drawn < sheet.budget[slot]) continue;
+            if (sheet.table != nullptr) learn(sheet.table, said - CONTEXT, CONTEXT + drawn, sheet.bits);
             outcome->over[outcome->count] = slot;
             outcome->stopped[outcome->count++] = stopped;
         }
@@ -315,6 +322,9 @@ class Decoding : public Pass<T> {
     const Trunk* const trunks;
     const int64_t trunk_count, guesses, steps;
     Outcome* const outcome;
+    const Prompts prompts;
+    bool begun = false;
+    std::vector<int64_t> active;  // slots of completions that are run next
     std::vector<Item> items;
     std::vector<int64_t> ids, positions, slots, own, lengths, trunk_of, wanted, tokens;
     std::vector<float> temperatures, logprobs;
