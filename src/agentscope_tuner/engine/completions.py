@@ -260,8 +260,8 @@ class Completions:
     def accept(self, work: Work, tokens: np.ndarray, logprobs: np.ndarray) -> list[Over]:
         """Take what was drawn for work: tokens (R,) and their log-probabilities (R,).
 
-        Of each completion the first token is taken, and each that comes after one that was guessed. Returns the requests
-        that are over by that.
+        Of each completion the first token is taken, and each that comes after one that was guessed. Returns the
+        requests that are over by that.
         """
         rows, wanted = work.drawing
         begun = self._drawn[rows]
