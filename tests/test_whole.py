@@ -140,6 +140,38 @@ async def _while_others_are_computed(sampler: Sampler, notes: list[str]) -> None
     assert notes.count("begin") == notes.count("finish") + 1
 
 
+def test_who_waits_gets_the_slot_of_the_last_step(sampler: Sampler, monkeypatch: pytest.MonkeyPatch) -> None:
+    notes = noted(monkeypatch)
+
+    async def all_of_them() -> None:
+        # One takes three steps, and in each of them seven others end.
+        brief = (sampler.sample([9 + n, 5], SamplingParams(max_tokens=1), episode_id=f"{n}") for n in range(3 * 7))
+        long, *_ = await asyncio.gather(_complete(sampler, "stays", 3), *brief)
+        assert len(long.token_ids) == 3
+
+    asyncio.run(all_of_them())
+    assert notes.count("begin") == 3
+
+
+def test_what_is_complete_is_not_lost_with_a_step_that_fails(sampler: Sampler, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin, begun = NativeKernels.begin_decoding, itertools.count(1)
+
+    def fail(*args: object, **options: object) -> object:
+        if next(begun) == 2:
+            raise MemoryError("no room")
+        return begin(*args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(NativeKernels, "begin_decoding", fail)
+
+    async def both() -> list[Sample | BaseException]:
+        ended = _complete(sampler, "ended", 1), _complete(sampler, "going on", 9)
+        return await asyncio.gather(*ended, return_exceptions=True)
+
+    ended, going_on = asyncio.run(both())
+    assert isinstance(ended, Sample)
+    assert isinstance(going_on, MemoryError)
+
+
 def test_who_is_cancelled_while_computed_leaves_no_trace(sampler: Sampler, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = asyncio.run(_complete(sampler, "stays", 30))
     sampler.weights_changed(1)
