@@ -34,6 +34,7 @@ import torch
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 from agentscope_tuner.algorithms import Datum
+from agentscope_tuner.algorithms.packing import pack
 from agentscope_tuner.config import EngineConfig, TunerModelConfig
 from agentscope_tuner.engine.models import LoadedModel, load_model, model_directory
 from agentscope_tuner.engine.products import OneDnnProducts, PlainProducts, Products
@@ -122,6 +123,21 @@ def half_good(calls: Sequence[ModelCall]) -> list[Datum]:
     """What is learned from calls of which every second one was good; each token counts the same."""
     weight = 1 / sum(len(call.completion_ids) for call in calls)
     return [Datum(call, (-1.0) ** i, weight, i) for i, call in enumerate(calls)]
+
+
+def tokens_and_work(size: str, calls: Sequence[ModelCall]) -> tuple[int, int]:
+    """What a forward pass over calls runs, if whatever they share is run once: tokens, and multiplications.
+
+    The latter are those in products of matrices, with logits of sampled tokens.
+    """
+    vocabulary, width, inner, layers, heads, kv_heads = SIZES[size]
+    trees = pack([call.prompt_ids + call.completion_ids[:-1] for call in calls], max_tokens=10**9)
+    tokens = sum(len(tree.ids) for tree in trees)
+    seen = sum(position + 1 for tree in trees for position in tree.positions)
+    sampled = sum(len(call.completion_ids) for call in calls)
+    of_token = layers * width * (2 * width + 2 * width * kv_heads // heads + 3 * inner)
+    of_seen = layers * 2 * width  # the weight of a token that another one attends to, and what is summed up
+    return tokens, tokens * of_token + seen * of_seen + sampled * vocabulary * width
 
 
 def relative_error(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> float:

@@ -6,8 +6,10 @@ or what an agent thought, 32 of the 48 tokens, is missing from its later prompts
 
 `per call` has every call as a sequence of its own, `merged` has calls that extend each other in one sequence, and
 `tree` is what the learner does: whatever is equal in an episode and its group is run once. All three are the learner; a
-first token that differs is what keeps sequences apart. So no side gains by a better implementation, and the ratio of
-tokens, each counted once however many passes there are, is all that there is to gain.
+first token that differs is what keeps sequences apart. So no side gains by a better implementation. `tokens` is the
+ratio of tokens, each counted once however many passes there are. That is more than there is to gain: a token attends to
+as many others wherever it is run, and logits are computed of sampled tokens only. `work` is the ratio of
+multiplications.
 
 Before anything is timed, the gradient of a tree is compared with the sum of those of its calls.
 """
@@ -21,10 +23,9 @@ from itertools import count, product
 from typing import Annotated, Any
 
 import typer
-from common import GROUP, compare, half_good, load, make_call, relative_error, write_results
+from common import GROUP, compare, half_good, load, make_call, relative_error, tokens_and_work, write_results
 
 from agentscope_tuner.algorithms import Datum
-from agentscope_tuner.algorithms.packing import pack
 from agentscope_tuner.config import AlgorithmConfig
 from agentscope_tuner.engine.learner import Learner
 from agentscope_tuner.types import ModelCall
@@ -102,16 +103,14 @@ def measure(size: str, dtype: str, turns: int, history: str, rounds: int) -> dic
 
         return run
 
-    tokens = {
-        way: sum(len(tree.ids) for tree in pack([c.prompt_ids + c.completion_ids[:-1] for c in some], max_tokens=10**9))
-        for way, some in ways.items()
-    }
+    tokens, work = ({way: tokens_and_work(size, some)[i] for way, some in ways.items()} for i in (0, 1))
     times = compare({way: side(to_datums(learner, some)) for way, some in ways.items()}, rounds)
     row: dict[str, Any] = {"model": size, "dtype": dtype, "history": history, "turns": turns}
     row["tree, s"] = times.seconds("tree")
     for way in ways:
         if way != "tree":
             row[f"{way} / tree, tokens"] = tokens[way] / tokens["tree"]
+            row[f"{way} / tree, work"] = work[way] / work["tree"]
             row[f"{way} / tree, time"] = times.ratio(way, "tree")
     return row | times.counts
 

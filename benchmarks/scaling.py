@@ -3,8 +3,9 @@
 Groups of 8 episodes of several turns: a prompt, then in every turn 32 sampled tokens and 24 of the environment. One of
 four things grows, the others stay: episodes (16 to 1,024, of 4 turns), turns (1 to 20, 64 episodes), tokens of the
 prompt (100 to 8,000, 64 episodes of 2 turns), and the model's parameters (S, M and L, 16 episodes of 2 turns).
-`exponent` is the slope of a straight line through the points on logarithmic axes: 1 is linear. Every point is a process
-of its own, so that its peak memory is its own.
+`exponent` is the slope of a straight line through the points on logarithmic axes: 1 is linear. `work` is how many
+multiplications a forward pass takes in products of matrices: with longer episodes it grows by more than their tokens,
+since each of them attends to all before it. Every point is a process of its own, so that its peak memory is its own.
 """
 
 from __future__ import annotations
@@ -21,7 +22,17 @@ from statistics import linear_regression
 from typing import Annotated, Any
 
 import typer
-from common import GROUP, SIZES, forget_peak_memory, half_good, load, make_call, peak_memory, write_results
+from common import (
+    GROUP,
+    SIZES,
+    forget_peak_memory,
+    half_good,
+    load,
+    make_call,
+    peak_memory,
+    tokens_and_work,
+    write_results,
+)
 
 from agentscope_tuner.config import AlgorithmConfig
 from agentscope_tuner.engine.learner import Learner
@@ -81,6 +92,7 @@ def measure_here(size: str, dtype: str, episodes: int, turns: int, prompt: int) 
         "train_s": time.perf_counter() - begun,
         "rollout_gb": rollout_gb,
         "total_gb": peak_memory() - before,
+        "work": tokens_and_work(size, calls)[1],
     }
 
 
@@ -104,7 +116,7 @@ def sweep(size: str, dtype: str, what: str) -> Iterator[dict[str, Any]]:
         yield rows[-1]
     exponents = {
         key: linear_regression([math.log(row[what]) for row in rows], [math.log(row[key]) for row in rows]).slope
-        for key in ("rollout_s", "train_s", "total_gb")
+        for key in ("rollout_s", "train_s", "total_gb", "work")
     }
     yield {"grows": what, what: "exponent", **exponents}
 
