@@ -153,6 +153,24 @@ def test_who_waits_gets_the_slot_of_the_last_step(sampler: Sampler, monkeypatch:
     assert notes.count("begin") == 3
 
 
+def test_episodes_come_back_to_their_slots_however_many_wait(sampler: Sampler) -> None:
+    async def agent(name: str, number: int) -> int:
+        sampler.open_episode(name)
+        ids = [3 + number] * 20
+        for turn in range(3):
+            sample = await sampler.sample(ids, SamplingParams(max_tokens=4, seed=turn), episode_id=name)
+            ids = [*ids, *sample.token_ids, 5, 6]
+        sampler.close_episode(name)
+        return len(ids)
+
+    async def everybody() -> None:
+        await asyncio.gather(*(agent(f"{n}", n) for n in range(3 * 8)))
+
+    asyncio.run(everybody())
+    # A first prompt, then what came after the last but one token that is there: it, and two more.
+    assert sampler.tokens_prefilled <= 3 * 8 * (20 + 2 * 3)
+
+
 def test_what_is_complete_is_not_lost_with_a_step_that_fails(sampler: Sampler, monkeypatch: pytest.MonkeyPatch) -> None:
     begin, begun = NativeKernels.begin_decoding, itertools.count(1)
 

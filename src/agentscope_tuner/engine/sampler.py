@@ -301,7 +301,8 @@ class Sampler:
         """Give waiting requests their slots, if they should begin now."""
         if not self._may_admit:
             return
-        free = sum(not slot.busy for slot in self._slots)
+        # Episodes between two calls come back to what their slots hold; nobody takes these from them meanwhile.
+        free = sum(not (slot.busy or slot.episode_id in self._away) for slot in self._slots)
         self._waiting.sort(key=lambda request: request.order)
         batch, self._waiting = self._waiting[:free], self._waiting[free:]
         self._make_trunks(batch)
