@@ -196,7 +196,7 @@ class Completions:
         self._listeners -= self._watched[row]
         self._truncating -= request.params.truncates
 
-    def drawn(self, request: Request) -> tuple[list[int], list[float]]:
+    def take(self, request: Request) -> tuple[list[int], list[float]]:
         """All that was drawn for a request, and its log-probabilities; its slot keeps what has keys and values."""
         row, drawn = request.slot.index, int(self._drawn[request.slot.index])
         token_ids: list[int] = self._tokens[row, CONTEXT : CONTEXT + drawn].tolist()

@@ -383,7 +383,7 @@ class Sampler:
             self._prefilling.remove(request)
         elif request in self._completions:
             self._completions.remove(request)
-            self._completions.drawn(request)
+            self._completions.take(request)
         else:
             return
         if self._step is None:
@@ -450,7 +450,7 @@ class Sampler:
         """Give those their completions for whom these are complete."""
         over, self._over = self._over, []
         for request, finish_reason in over:
-            token_ids, logprobs = self._completions.drawn(request)
+            token_ids, logprobs = self._completions.take(request)
             self._slots.release(request.slot)
             self.tokens_sampled += len(token_ids)
             if not request.future.done():
