@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 import time
 from collections.abc import AsyncGenerator
+from datetime import datetime
 from typing import Any
 
 from agentscope.message import TextBlock, ThinkingBlock, ToolUseBlock
@@ -183,8 +185,12 @@ def _blocks(reply: Reply) -> list[TextBlock | ThinkingBlock | ToolUseBlock]:
 
 
 def _response(completion: Completion, structured_model: type[BaseModel] | None, seconds: float) -> ChatResponse:
+    # As AgentScope writes them, which asks for the time twice, and takes as long as all else here.
+    now = datetime.now().isoformat(" ", "milliseconds")
     return ChatResponse(
         content=_blocks(completion.reply),
+        id=f"{now}_{secrets.token_hex(3)}",
+        created_at=now,
         usage=ChatUsage(
             input_tokens=completion.prompt_tokens, output_tokens=completion.completion_tokens, time=seconds
         ),

@@ -25,7 +25,7 @@ from agentscope_tuner.errors import (
     RoleError,
     TunerError,
 )
-from agentscope_tuner.many_agents import quiet_agents, share_schemas, share_signatures
+from agentscope_tuner.many_agents import quiet_agents, rare_collections, share_schemas, share_signatures
 from agentscope_tuner.model_tuner import ModelTuner
 from agentscope_tuner.policy import SamplingParams
 from agentscope_tuner.recorder import PolicyModel, Recorder
@@ -131,7 +131,7 @@ class Rollout:
         share_schemas()
         share_signatures()
         try:
-            with quiet_agents():
+            with quiet_agents(), rare_collections():
                 async with asyncio.TaskGroup() as group:
                     running = [
                         [group.create_task(one(task, index, member)) for member in range(group_size)]

@@ -178,13 +178,13 @@ class ModelRunner:
             (slot.index, slot.cached, tokens, slot.missing == tokens, *slot.begins)
             for slot, tokens in lines.plan.items()
         ]
-        columns = torch.tensor(prompts, dtype=torch.int64).reshape(-1, 6).T.contiguous()
-        ids = [slot.ids[slot.cached : slot.cached + tokens] for slot, tokens in lines.plan.items()]
-        new = torch.tensor([*itertools.chain.from_iterable(ids)], dtype=torch.int64)
-        self.decoder.check(new)
+        columns = np.array(prompts, np.int64).reshape(-1, 6).T
+        missing = [slot.ids[slot.cached : slot.cached + tokens] for slot, tokens in lines.plan.items()]
+        ids = torch.from_numpy(np.fromiter(itertools.chain.from_iterable(missing), np.int64))
+        self.decoder.check(ids)
         return self.cache.kernels.begin_decoding(
-            self.decoder.over(self.cache), lines.sheet, (*columns, new), torch.from_numpy(lines.active),
-            self._trunk_places, guesses=lines.guesses, steps=lines.steps,
+            self.decoder.over(self.cache), lines.sheet, torch.from_numpy(columns), ids,
+            torch.from_numpy(lines.active), self._trunk_places, guesses=lines.guesses, steps=lines.steps,
         )  # fmt: skip
 
     def begin(self, work: Work, drawing: Drawing) -> Callable[[], tuple[np.ndarray, np.ndarray]]:

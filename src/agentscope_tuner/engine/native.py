@@ -233,7 +233,8 @@ class NativeKernels:
         self,
         model: SmallModel,
         sheet: Sequence[int],
-        prompts: Sequence[Tensor],
+        prompts: Tensor,
+        ids: Tensor,
         active: Tensor,
         trunks: Tensor,
         *,
@@ -245,21 +246,24 @@ class NativeKernels:
         Args:
             model: all layers.
             sheet: addresses and sizes, see `Sheet` in `kernels/whole.cpp`: of completions in all slots.
-            prompts: what is computed beside the first step, see `Prompts` there: slots (P,), the places of the first
+            prompts: (6, P) what is computed beside the first step, see `Prompts` there: slots, the places of the first
                 tokens, numbers of tokens, whether the prompt is complete by that, which trunk it begins with, of how
-                many tokens; ids of all of these tokens.
+                many tokens.
+            ids: (N,) of all of these tokens.
             active: (C,) slots of completions that are not among the prompts.
             trunks: (L, any, 3) as in `attend`, for each layer.
             guesses: most tokens that are guessed for a completion at once.
             steps: most of them.
         """
-        outcome = Outcome(len(active) + len(prompts[0]))
+        prompts, count = prompts.contiguous(), prompts.shape[1]
+        columns = [prompts.data_ptr() + column * count * prompts.itemsize for column in range(len(prompts))]
+        outcome = Outcome(len(active) + count)
         job = self._begin_decoding[model.norm.dtype](
-            model.places.data_ptr(), _sizes(*sheet), _sizes(*_addresses(*prompts), len(prompts[0])), active.data_ptr(),
+            model.places.data_ptr(), _sizes(*sheet), _sizes(*columns, ids.data_ptr(), count), active.data_ptr(),
             trunks.data_ptr(), outcome.place, len(active), trunks.shape[1], guesses, steps, _PIECE,
             torch.get_num_threads(), model.scaling, model.eps,
         )  # fmt: skip
-        return Job(self._finish, job, outcome, (model, sheet, prompts, active, trunks))
+        return Job(self._finish, job, outcome, (model, sheet, prompts, ids, active, trunks))
 
     def linear(self, x: Tensor, tiles: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
         """A linear layer in bfloat16, computed in float32.

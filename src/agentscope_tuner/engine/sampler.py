@@ -126,9 +126,7 @@ class Sampler:
             self._drop(request)
             self._pending.discard(request)
             request.future.cancel()
-        for slot in self._slots:
-            if slot.episode_id == episode_id:
-                slot.episode_id = ""
+        self._slots.end_episode(episode_id)
 
     def pause_episode(self, episode_id: str) -> None:
         """The episode waits for somebody else; do not wait for it."""
@@ -304,15 +302,17 @@ class Sampler:
         # Episodes between two calls come back to what their slots hold; nobody takes these from them meanwhile.
         free = sum(not (slot.busy or slot.episode_id in self._away) for slot in self._slots)
         self._waiting.sort(key=lambda request: request.order)
-        batch, self._waiting = self._waiting[:free], self._waiting[free:]
+        chosen, others = self._waiting[:free], self._waiting[free:]
+        batch = [request for request in chosen if not request.can_share_soon]
+        later = [request for request in chosen if request.can_share_soon]
         self._make_trunks(batch)
-        ready, later = self._place(batch)
+        ready = self._place(batch)
         for request in ready:
             if request.slot.prefilling:
                 self._prefilling.append(request)
             else:
                 self._completions.add(request)
-        self._waiting = later + self._waiting
+        self._waiting = later + [request for request in batch if request.slot is _NO_SLOT] + others
 
     def _make_trunks(self, batch: list[Request]) -> None:
         families: dict[tuple[str, tuple[int, ...]], list[list[int]]] = defaultdict(list)
@@ -350,16 +350,15 @@ class Sampler:
                 slot.cached += tokens
                 self.tokens_prefilled += tokens
 
-    def _place(self, batch: list[Request]) -> tuple[list[Request], list[Request]]:
-        """Find slots. Requests that can share what others are about to compute come back as the second list."""
+    def _place(self, batch: list[Request]) -> list[Request]:
+        """Find slots for all but those that can share what others are about to compute."""
         ready: list[Request] = []
-        later: list[Request] = []
         for request in batch:
             trunk = self._slots.trunk_of(request.adapter, request.prompt_ids)
             own = request.prompt_ids[len(trunk.ids) :] if trunk else request.prompt_ids
             best, overlap, outgrown = self._slots.nearest(request.adapter, trunk, own, request.episode_id)
             if best is not None and overlap > best.cached:
-                later.append(request)
+                request.source = best, overlap
                 continue
             if best is not None and not best.busy and best.episode_id in ("", request.episode_id):
                 slot = best
@@ -370,10 +369,10 @@ class Sampler:
                     self._runner.cache.copy(best.index, slot.index, overlap)
             self._slots.fill(slot, request.adapter, trunk, own, overlap)
             slot.busy = True
-            slot.episode_id = request.episode_id
+            self._slots.keep_for(request.episode_id, slot)
             request.slot = slot
             ready.append(request)
-        return ready, later
+        return ready
 
     def _drop(self, request: Request) -> None:
         if request in self._waiting:

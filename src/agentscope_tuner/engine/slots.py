@@ -7,6 +7,7 @@ system prompt, is a *trunk*: stored once, and attended once for all of them.
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -113,6 +114,7 @@ class Slots:
         self._slots = [Slot(i) for i in range(count)]
         self._trunks: list[Trunk] = []
         self._by_head: dict[tuple[str, tuple[int, ...]], dict[int, Slot]] = {}
+        self._by_episode: dict[str, set[Slot]] = defaultdict(set)
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -197,6 +199,20 @@ class Slots:
         if trunk is not None:
             trunk.last_used = slot.last_used
         self._index(slot)
+
+    def keep_for(self, episode_id: str, slot: Slot) -> None:
+        """The slot is an episode's from now on, until that is over."""
+        if slot.episode_id != episode_id:
+            self._by_episode[slot.episode_id].discard(slot)
+            if not self._by_episode[slot.episode_id]:
+                del self._by_episode[slot.episode_id]
+            self._by_episode[episode_id].add(slot)
+            slot.episode_id = episode_id
+
+    def end_episode(self, episode_id: str) -> None:
+        """Its slots are anybody's."""
+        for slot in self._by_episode.pop(episode_id, ()):
+            slot.episode_id = ""
 
     def release(self, slot: Slot) -> None:
         """Its sequence is complete; the tokens stay for the next turn."""
