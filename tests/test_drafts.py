@@ -77,8 +77,8 @@ def steps_of(sampler: Sampler, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         steps.append(int(work.wanted.sum()))
         return begin(work, drawing)
 
-    def noted_decoding(lines: Any, trunks: Any) -> Any:
-        job = decode(lines, trunks)
+    def noted_decoding(*given: Any) -> Any:
+        job = decode(*given)
         done = functools.cache(job.finish)
 
         def finish() -> Any:

@@ -7,6 +7,7 @@ import gc
 import inspect
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from copy import deepcopy
 from functools import partial
 from typing import Any, Literal
@@ -20,7 +21,7 @@ from agentscope.message import Msg
 from agentscope.tool import Toolkit, ToolResponse
 from pydantic import BaseModel, Field
 
-from agentscope_tuner.many_agents import share_schemas, share_signatures
+from agentscope_tuner.many_agents import rare_collections, share_schemas, share_signatures
 
 
 class Answer(BaseModel):
@@ -281,3 +282,16 @@ def test_what_an_episode_makes_is_forgotten_with_it(make: Callable[[], Any]) -> 
     gone = make()
     gc.collect()
     assert gone() is None
+
+
+@pytest.mark.parametrize(("before", "inside"), [(700, 50_000), (200_000, 200_000), (0, 0)])
+def test_garbage_is_looked_for_rarely_and_then_as_before(before: int, inside: int) -> None:
+    whole = gc.get_threshold()
+    try:
+        gc.set_threshold(before, 7, 3)
+        with suppress(ValueError), rare_collections():
+            assert gc.get_threshold() == (inside, 7, 3)
+            raise ValueError
+        assert gc.get_threshold() == (before, 7, 3)
+    finally:
+        gc.set_threshold(*whole)

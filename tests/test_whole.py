@@ -14,9 +14,10 @@ import torch
 from engine_tools import load, plain_logprobs, play, start
 
 from agentscope_tuner.engine import decoder, native
+from agentscope_tuner.engine.completions import Request
 from agentscope_tuner.engine.decoder import WholeDecoder
 from agentscope_tuner.engine.native import Job, NativeKernels
-from agentscope_tuner.engine.sampler import Sampler
+from agentscope_tuner.engine.sampler import _NO_SLOT, Sampler
 from agentscope_tuner.policy import Sample, SamplingParams
 from agentscope_tuner.types import ModelCall
 
@@ -169,6 +170,65 @@ def test_episodes_come_back_to_their_slots_however_many_wait(sampler: Sampler) -
     asyncio.run(everybody())
     # A first prompt, then what came after the last but one token that is there: it, and two more.
     assert sampler.tokens_prefilled <= 3 * 8 * (20 + 2 * 3)
+
+
+def test_slots_are_found_meanwhile(sampler: Sampler, monkeypatch: pytest.MonkeyPatch) -> None:
+    notes, place = noted(monkeypatch), sampler._place
+    meanwhile: list[bool] = []
+
+    def noting(batch: list[Request]) -> list[Request]:
+        meanwhile.extend([sampler._step is not None] * len(batch))
+        return place(batch)
+
+    monkeypatch.setattr(sampler, "_place", noting)
+
+    async def group() -> list[Sample]:
+        goes_on = asyncio.ensure_future(_complete(sampler, "goes on", 30))
+        await _while_others_are_computed(sampler, notes)
+        meanwhile.clear()
+        prompt = [5, 6, 7] * 10
+        members = (sampler.sample(prompt, SamplingParams(max_tokens=5, seed=7), episode_id=f"{n}") for n in range(3))
+        samples = await asyncio.gather(*members)
+        sampler.close_episode("brief")
+        await goes_on
+        return samples
+
+    samples = asyncio.run(group())
+    # Each asks when it comes; two are told to wait for the first one's prompt, and ask once more.
+    assert meanwhile == [True] * (3 + 2)
+    assert sampler.tokens_prefilled <= 30 + 2 * 4 + 2  # the prompt once, its last token for each, and two short ones
+    for sample in samples:
+        assert sample.token_ids == samples[0].token_ids
+        assert sample.logprobs == pytest.approx(samples[0].logprobs, abs=1e-5)
+
+
+def test_what_is_shared_is_copied_before_its_place_is_taken(sampler: Sampler) -> None:
+    """A trunk is computed at once, in the slot that is missed least: others may be about to copy from there."""
+
+    async def first() -> None:
+        await sampler.sample([5] * 20, SamplingParams(max_tokens=1), episode_id="first")
+
+    asyncio.run(first())
+    source = next(slot for slot in sampler._slots if slot.ids)
+    kept = sampler._runner.cache.take(source.index, 20)
+    target = next(slot for slot in sampler._slots if not slot.ids)
+    for slot in sampler._slots:  # the source is the only one that can be taken
+        slot.busy = slot is not source
+    sampler._copies.append((source.index, target.index, 20))
+    loop = asyncio.new_event_loop()
+    sampler._make_trunks(
+        [
+            Request((n, 0), f"{n}", "", [7] * 80 + [n], SamplingParams(), loop.create_future(), None, 1, _NO_SLOT)
+            for n in range(4)
+        ]
+    )
+    loop.close()
+    assert len(sampler._slots.trunks) == 1
+    for (keys, values), (kept_keys, kept_values) in zip(
+        sampler._runner.cache.take(target.index, 20).layers, kept.layers, strict=True
+    ):
+        assert torch.equal(keys[..., :20], kept_keys[..., :20])
+        assert torch.equal(values, kept_values)
 
 
 def test_what_is_complete_is_not_lost_with_a_step_that_fails(sampler: Sampler, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,15 +37,7 @@ class Request:
     """Most tokens of the completion."""
     slot: Slot
     source: tuple[Slot, int] | None = None
-    """Where so many tokens of its prompt were being computed when it asked for a slot."""
-
-    @property
-    def can_share_soon(self) -> bool:
-        """Whether they still are."""
-        if self.source is None:
-            return False
-        slot, tokens = self.source
-        return slot.prefilling and slot.cached < tokens
+    """Where so many tokens of its prompt were to be computed when it last asked for a slot."""
 
 
 @dataclass(frozen=True, eq=False)

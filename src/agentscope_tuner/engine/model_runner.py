@@ -168,8 +168,11 @@ class ModelRunner:
         """Whether steps can be decoded and drawn in one call."""
         return isinstance(self.decoder, WholeDecoder) and self.decoder.draws
 
-    def decode(self, lines: Lines, trunks: Sequence[Trunk]) -> Job[Outcome]:
-        """Begin with steps of decoding, in one call; `trunks` are all that are kept."""
+    def decode(self, lines: Lines, copies: Sequence[tuple[int, int, int]], trunks: Sequence[Trunk]) -> Job[Outcome]:
+        """Begin with steps of decoding, in one call, and before with copies: from a slot to another, so many tokens.
+
+        `trunks` are all that are kept.
+        """
         assert isinstance(self.decoder, WholeDecoder) and self.cache.kernels is not None
         self.cache.reserve(min(lines.capacity, self.cache.limit))
         if self._trunks != (kept := tuple(trunks)):
@@ -184,7 +187,8 @@ class ModelRunner:
         self.decoder.check(ids)
         return self.cache.kernels.begin_decoding(
             self.decoder.over(self.cache), lines.sheet, torch.from_numpy(columns), ids,
-            torch.from_numpy(lines.active), self._trunk_places, guesses=lines.guesses, steps=lines.steps,
+            torch.from_numpy(lines.active), torch.tensor(copies, dtype=torch.int64), self._trunk_places,
+            guesses=lines.guesses, steps=lines.steps,
         )  # fmt: skip
 
     def begin(self, work: Work, drawing: Drawing) -> Callable[[], tuple[np.ndarray, np.ndarray]]:

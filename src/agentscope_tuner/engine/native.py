@@ -102,7 +102,7 @@ class NativeKernels:
         self._split_heads = of_each_type("split_heads", 11, *[size] * 5, number, number)
         self._gate_joined = of_each_type("gate_joined", 2, size, size)
         self._begin_pass = of_each_type("begin_pass", 3, size, size, number, number)
-        self._begin_decoding = of_each_type("begin_decoding", 6, *[size] * 6, number, number)
+        self._begin_decoding = of_each_type("begin_decoding", 7, *[size] * 7, number, number)
         for function in (*self._begin_pass.values(), *self._begin_decoding.values()):
             function.restype = ctypes.c_void_p
         self._finish = take("finish", 1)
@@ -236,6 +236,7 @@ class NativeKernels:
         prompts: Tensor,
         ids: Tensor,
         active: Tensor,
+        copies: Tensor,
         trunks: Tensor,
         *,
         guesses: int,
@@ -251,6 +252,7 @@ class NativeKernels:
                 many tokens.
             ids: (N,) of all of these tokens.
             active: (C,) slots of completions that are not among the prompts.
+            copies: (any, 3) what is done before: from a slot to another, so many tokens; one after the other.
             trunks: (L, any, 3) as in `attend`, for each layer.
             guesses: most tokens that are guessed for a completion at once.
             steps: most of them.
@@ -260,10 +262,10 @@ class NativeKernels:
         outcome = Outcome(len(active) + count)
         job = self._begin_decoding[model.norm.dtype](
             model.places.data_ptr(), _sizes(*sheet), _sizes(*columns, ids.data_ptr(), count), active.data_ptr(),
-            trunks.data_ptr(), outcome.place, len(active), trunks.shape[1], guesses, steps, _PIECE,
-            torch.get_num_threads(), model.scaling, model.eps,
+            copies.data_ptr(), trunks.data_ptr(), outcome.place, len(active), len(copies), trunks.shape[1], guesses,
+            steps, _PIECE, torch.get_num_threads(), model.scaling, model.eps,
         )  # fmt: skip
-        return Job(self._finish, job, outcome, (model, sheet, prompts, ids, active, trunks))
+        return Job(self._finish, job, outcome, (model, sheet, prompts, ids, active, copies, trunks))
 
     def linear(self, x: Tensor, tiles: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
         """A linear layer in bfloat16, computed in float32.

@@ -91,6 +91,8 @@ class Sampler:
         self._waiting: list[Request] = []
         self._prefilling: list[Request] = []
         """Those with a slot, of whose prompts something is not computed."""
+        self._copies: list[tuple[int, int, int]] = []
+        """From which slot to which other one so many tokens go, before the next step; in this order."""
         self._dropped: list[Slot] = []
         """Slots of requests that ended while a step was computed for them."""
         self._over: list[Over] = []
@@ -204,6 +206,7 @@ class Sampler:
 
     def _forget(self) -> None:
         self._slots = Slots(self._runner.cache.slots, self._runner.trunk_tokens)
+        self._copies.clear()
         self._dropped.clear()
         self._runner.forget_prefixes()
         if self._drafts is not None:
@@ -303,8 +306,10 @@ class Sampler:
         free = sum(not (slot.busy or slot.episode_id in self._away) for slot in self._slots)
         self._waiting.sort(key=lambda request: request.order)
         chosen, others = self._waiting[:free], self._waiting[free:]
-        batch = [request for request in chosen if not request.can_share_soon]
-        later = [request for request in chosen if request.can_share_soon]
+        batch: list[Request] = []
+        later: list[Request] = []
+        for request in chosen:
+            (later if self._can_share_later(request) else batch).append(request)
         self._make_trunks(batch)
         ready = self._place(batch)
         for request in ready:
@@ -313,6 +318,17 @@ class Sampler:
             else:
                 self._completions.add(request)
         self._waiting = later + [request for request in batch if request.slot is _NO_SLOT] + others
+
+    def _can_share_later(self, request: Request) -> bool:
+        """Whether a beginning of its prompt is still to be computed, where it was when it last asked for a slot."""
+        if request.source is None:
+            return False
+        slot, tokens = request.source
+        return slot.prefilling and self._held(slot) < tokens
+
+    def _held(self, slot: Slot) -> int:
+        """How many tokens of a slot will have keys and values before the next step."""
+        return slot.cached if self._step is None else slot.cached + self._step.plan.get(slot, 0)
 
     def _make_trunks(self, batch: list[Request]) -> None:
         families: dict[tuple[str, tuple[int, ...]], list[list[int]]] = defaultdict(list)
@@ -335,6 +351,7 @@ class Sampler:
                 scratches.append(scratch)
         if scratches:  # for them the cache may have to grow
             self._join(self._step)
+            self._copy()
         self._compute(scratches)
         for scratch in scratches:
             cache = self._runner.cache.take(scratch.index, scratch.cached)
@@ -357,7 +374,7 @@ class Sampler:
             trunk = self._slots.trunk_of(request.adapter, request.prompt_ids)
             own = request.prompt_ids[len(trunk.ids) :] if trunk else request.prompt_ids
             best, overlap, outgrown = self._slots.nearest(request.adapter, trunk, own, request.episode_id)
-            if best is not None and overlap > best.cached:
+            if best is not None and overlap > self._held(best):
                 request.source = best, overlap
                 continue
             if best is not None and not best.busy and best.episode_id in ("", request.episode_id):
@@ -365,14 +382,19 @@ class Sampler:
             else:
                 slot = outgrown or self._slots.victim(keep=best)
                 if best is not None and best is not slot:
-                    self._runner.cache.reserve(overlap)
-                    self._runner.cache.copy(best.index, slot.index, overlap)
+                    self._copies.append((best.index, slot.index, overlap))
             self._slots.fill(slot, request.adapter, trunk, own, overlap)
             slot.busy = True
             self._slots.keep_for(request.episode_id, slot)
             request.slot = slot
             ready.append(request)
         return ready
+
+    def _copy(self) -> None:
+        """What new requests share."""
+        for source, target, tokens in self._copies:
+            self._runner.cache.copy(source, target, tokens)
+        self._copies.clear()
 
     def _drop(self, request: Request) -> None:
         if request in self._waiting:
@@ -416,8 +438,10 @@ class Sampler:
             # Whoever acts now, or waits to share what this step computes, takes part in the one after it.
             steps = 1 if self._away or self._over or self._prefilling or self._may_admit else _STEPS
             lines = completions.lines(plan, guesses, steps)
-            job = self._runner.decode(lines, self._slots.trunks)
+            copies, self._copies = self._copies, []
+            job = self._runner.decode(lines, copies, self._slots.trunks)
             return _Step(completions, plan, job.finish, lambda: completions.decoded(lines, job.finish()))
+        self._copy()
         completions.guess(guesses)
         # Where rows are padded, those that decode wait for those that prefill.
         work = completions.work(plan, alone=bool(plan) and not self._runner.flat)

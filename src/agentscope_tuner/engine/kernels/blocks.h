@@ -54,6 +54,15 @@ struct Cache {
             else
                 put(to + token * d + j, number(value[j]));
     }
+
+    // One slot begins with as many tokens of another one.
+    void copy(int64_t source, int64_t target, int64_t tokens) const {
+        const int64_t tiled = (tokens + TILE - 1) / TILE * TILE;
+        for (int64_t head = 0; head < kv_heads; head++) {
+            std::copy_n(keys + at(source, head), tiled * d, keys + at(target, head));
+            std::copy_n(values + at(source, head), whole<T>(tokens) * d, values + at(target, head));
+        }
+    }
 };
 
 // A prefix of `length` tokens that rows see first, laid out like a slot.

@@ -127,6 +127,8 @@ class Pass : public Job {
         deliver(first, n, sums.data(), in.data());
     }
 
+    const Model<T> model;
+
    private:
     // What is wanted of a piece: its rows from `first` on, whose sums (n, width) are complete.
     void deliver(int64_t first, int64_t n, float* sums, float* normed) const {
@@ -152,7 +154,6 @@ class Pass : public Job {
         }
     }
 
-    const Model<T> model;
     const float scaling, eps;
     const int64_t most, threads;
     Batch batch;
@@ -183,6 +184,11 @@ struct Prompts {
     int64_t count;
 };
 
+// The first tokens of one slot go to another.
+struct Copy {
+    int64_t source, target, tokens;
+};
+
 // What a decoding did: completions that are over, a slot for each and whether it was stopped; how many, tokens of
 // completions that were run, and steps.
 struct Outcome {
@@ -207,18 +213,24 @@ double random_number(const uint64_t* seed, int64_t index) {
 }
 
 // Steps of decoding, until a completion is over, or so many are done: completions have a token each, and what may come
-// after it, guesses that hold if they are what is drawn; beside them, in the first step, are tokens of prompts.
+// after it, guesses that hold if they are what is drawn; beside them, in the first step, are tokens of prompts. Before
+// that, keys and values are copied, layer by layer.
 template <class T>
 class Decoding : public Pass<T> {
    public:
     Decoding(const Model<T>& model, float scaling, float eps, int64_t most, int64_t threads, const Sheet& sheet,
-             const Prompts& prompts, const int64_t* active, int64_t count, const Trunk* trunks, int64_t trunk_count,
-             int64_t guesses, int64_t steps, Outcome* outcome)
+             const Prompts& prompts, const int64_t* active, int64_t count, const Copy* copies, int64_t copy_count,
+             const Trunk* trunks, int64_t trunk_count, int64_t guesses, int64_t steps, Outcome* outcome)
         : Pass<T>(model, scaling, eps, most, threads), sheet(sheet), trunks(trunks), trunk_count(trunk_count),
-          guesses(guesses), steps(steps), outcome(outcome), prompts(prompts), active(active, active + count) {}
+          guesses(guesses), steps(steps), outcome(outcome), prompts(prompts), active(active, active + count),
+          copies(copies, copies + copy_count) {}
 
    protected:
     bool advance() override {
+        if (!copies.empty() && !std::exchange(copying, true)) {
+            this->pieces = this->model.count;
+            return true;
+        }
         if (!std::exchange(begun, true)) {
             add_prompts();
         } else {
@@ -232,6 +244,13 @@ class Decoding : public Pass<T> {
         for (const int64_t slot : active) add(slot);
         lay_out();
         return !items.empty();
+    }
+
+    void piece(int64_t which) override {
+        if (begun) return Pass<T>::piece(which);
+        const Layer<T>& layer = this->model.layers[which];
+        const Cache<T> cache{layer.keys, layer.values, this->model.kv_heads, this->model.capacity, this->model.d};
+        for (const Copy& copy : copies) cache.copy(copy.source, copy.target, copy.tokens);
     }
 
    private:
@@ -323,8 +342,9 @@ class Decoding : public Pass<T> {
     const int64_t trunk_count, guesses, steps;
     Outcome* const outcome;
     const Prompts prompts;
-    bool begun = false;
+    bool copying = false, begun = false;
     std::vector<int64_t> active;  // slots of completions that are run next
+    const std::vector<Copy> copies;
     std::vector<Item> items;
     std::vector<int64_t> ids, positions, slots, own, lengths, trunk_of, wanted, tokens;
     std::vector<float> temperatures, logprobs;
@@ -344,11 +364,12 @@ class Decoding : public Pass<T> {
         return job;                                                                                                  \
     }                                                                                                                \
     extern "C" Job* begin_decoding_##NAME(const Model<T>* model, const Sheet* sheet, const Prompts* prompts,         \
-                                          const int64_t* active, const Trunk* trunks, Outcome* outcome,              \
-                                          int64_t count, int64_t trunk_count, int64_t guesses, int64_t steps,        \
-                                          int64_t most, int64_t threads, float scaling, float eps) {                 \
+                                          const int64_t* active, const Copy* copies, const Trunk* trunks,            \
+                                          Outcome* outcome, int64_t count, int64_t copy_count, int64_t trunk_count,  \
+                                          int64_t guesses, int64_t steps, int64_t most, int64_t threads,             \
+                                          float scaling, float eps) {                                                \
         auto* const job = new Decoding<T>(*model, scaling, eps, most, threads, *sheet, *prompts, active, count,      \
-                                          trunks, trunk_count, guesses, steps, outcome);                             \
+                                          copies, copy_count, trunks, trunk_count, guesses, steps, outcome);         \
         team().begin(job);                                                                                           \
         return job;                                                                                                  \
     }
