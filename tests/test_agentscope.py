@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 from collections.abc import Awaitable, Callable, Iterator
+from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Dict  # noqa: UP035  # AgentScope's examples write `Dict`
@@ -713,6 +715,10 @@ def test_usage_counts_the_recorded_tokens(renderer: ChatRenderer) -> None:
         assert response.usage.input_tokens == len(recorded.prompt_ids)
         assert response.usage.output_tokens == len(recorded.completion_ids)
         assert 0 <= response.usage.time < 10
+    assert responses[0].id != responses[1].id
+    for response in (*responses, ChatResponse(content=[])):  # written as AgentScope itself writes them
+        assert datetime.strptime(response.created_at, "%Y-%m-%d %H:%M:%S.%f") <= datetime.now()
+        assert re.fullmatch(re.escape(response.created_at[:-6]) + r".{6}_[0-9a-f]{6}", response.id)
     assert responses[1].usage.output_tokens == len("Yes.") + 1
     assert responses[1].usage.input_tokens > responses[0].usage.input_tokens + responses[0].usage.output_tokens
 
