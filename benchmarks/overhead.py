@@ -3,11 +3,10 @@
 128 episodes of the math agent at once, tiny-agent in float32. The transformer's forward passes, its head, the drawing
 of tokens and copies of keys and values that prompts share are computed by all threads of the processor, while agents
 act on one of them. `transformer` is the processor time that they take, shared among the threads: as long as a rollout
-would take if there were nothing else.
-`overhead` is what it takes longer: rendering, tokenizing and parsing, recording, scheduling, and the agents themselves,
-as far as they are not done while something else is computed on the other threads. `apart` is what that would be if they
-were not done at the same time: the processor time of everything but the transformer. Where `apart` is missing, agents
-and transformer took turns when that was measured.
+would take if there were nothing else. `overhead` is what it takes longer: rendering, tokenizing and parsing, recording,
+scheduling, and the agents themselves, as far as they are not done while something else is computed on the other
+threads. `apart` is what that would be if they were not done at the same time: the processor time of everything but the
+transformer. Where `apart` is missing, agents and transformer took turns when that was measured.
 
 Three ways to write the same agent:
 

@@ -176,9 +176,9 @@ def test_slots_are_found_meanwhile(sampler: Sampler, monkeypatch: pytest.MonkeyP
     notes, place = noted(monkeypatch), sampler._place
     meanwhile: list[bool] = []
 
-    def noting(batch: list[Request]) -> list[Request]:
+    def noting(batch: list[Request]) -> None:
         meanwhile.extend([sampler._step is not None] * len(batch))
-        return place(batch)
+        place(batch)
 
     monkeypatch.setattr(sampler, "_place", noting)
 

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from agentscope_tuner.engine.native import TILE, NativeKernels, places_of
+from agentscope_tuner.engine.native import TILE, NativeKernels
 from agentscope_tuner.errors import ModelError
 
 ATTENTION_NAME = "agentscope_tuner"
@@ -119,7 +119,7 @@ class KVCache:
         self._like = like
         self.keys = [self._empty(self._key_extents(0)) for _ in range(layers)]
         self.values = [self._empty((0, self._head_dim)) for _ in range(layers)]
-        self._places = places_of([*self.keys, *self.values])
+        self._places = self._addresses()
 
     def _empty(self, extents: tuple[int, ...]) -> Tensor:
         return self._like.new_empty(self.slots, self._kv_heads, *extents)
@@ -135,6 +135,9 @@ class KVCache:
         grown[:, :, tensor.shape[2] :] = 0
         return grown
 
+    def _addresses(self) -> Tensor:
+        return torch.tensor([tensor.data_ptr() for tensor in (*self.keys, *self.values)])
+
     def reserve(self, tokens: int) -> None:
         """Make room for `tokens` own tokens in every slot."""
         if tokens <= self.capacity:
@@ -144,25 +147,20 @@ class KVCache:
             self.keys[layer] = self._grown(keys, self._key_extents(capacity))
             self.values[layer] = self._grown(values, (capacity, self._head_dim))
         self.capacity = capacity
-        self._places = places_of([*self.keys, *self.values])
-
-    def _rows(self, tokens: int) -> tuple[int, int]:
-        """Where so many keys end, and values."""
-        return self._key_extents(tokens)[0], tokens + tokens % 2 if self.paired else tokens
+        self._places = self._addresses()
 
     def copy(self, source: int, target: int, tokens: int) -> None:
         """Copy the first own tokens of one slot to another."""
-        key_rows, value_rows = self._rows(tokens)
         if self.kernels is not None:
-            self.kernels.copy_slot(self._places, self._kv_heads, source, target, key_rows, value_rows)
+            self.kernels.copy_slot(self._places, self.values[0], source, target, tokens)
             return
-        for tensors, rows in ((self.keys, key_rows), (self.values, value_rows)):
-            for tensor in tensors:
-                tensor[target, :, :rows] = tensor[source, :, :rows]
+        for tensor in (*self.keys, *self.values):
+            tensor[target, :, :tokens] = tensor[source, :, :tokens]
 
     def take(self, slot: int, tokens: int) -> Prefix:
         """A copy of a slot's first own tokens."""
-        key_rows, value_rows = self._rows(tokens)
+        key_rows = self._key_extents(tokens)[0]
+        value_rows = tokens + tokens % 2 if self.paired else tokens
         layers = [
             (keys[slot, :, :key_rows].clone(), values[slot, :, :value_rows].clone())
             for keys, values in zip(self.keys, self.values, strict=True)

@@ -107,7 +107,7 @@ class NativeKernels:
             function.restype = ctypes.c_void_p
         self._finish = take("finish", 1)
         self._draw = of_each_type("draw", 5, size, size)
-        self._copy_slot = take("copy_slot", 1, *[size] * 6)
+        self._copy_slot = of_each_type("copy_slot", 1, *[size] * 7)
         self._learn = take("learn", 2, size, size)
         self._guess = take("guess", 5, size, size)
         self._multiply = take("multiply_bf16", 4, *[size] * 3)
@@ -258,10 +258,9 @@ class NativeKernels:
             steps: most of them.
         """
         prompts, count = prompts.contiguous(), prompts.shape[1]
-        columns = [prompts.data_ptr() + column * count * prompts.itemsize for column in range(len(prompts))]
         outcome = Outcome(len(active) + count)
         job = self._begin_decoding[model.norm.dtype](
-            model.places.data_ptr(), _sizes(*sheet), _sizes(*columns, ids.data_ptr(), count), active.data_ptr(),
+            model.places.data_ptr(), _sizes(*sheet), _sizes(*_addresses(*prompts, ids), count), active.data_ptr(),
             copies.data_ptr(), trunks.data_ptr(), outcome.place, len(active), len(copies), trunks.shape[1], guesses,
             steps, _PIECE, torch.get_num_threads(), model.scaling, model.eps,
         )  # fmt: skip
@@ -304,18 +303,18 @@ class NativeKernels:
         """Write to `tokens` what probably follows each context, see `drafts`, and to `counts` how many these are."""
         self._guess(*_addresses(table, tokens, starts, most, counts), len(starts), len(table).bit_length() - 1)
 
-    def copy_slot(self, places: Tensor, heads: int, source: int, target: int, key_rows: int, value_rows: int) -> None:
-        """Copy what each of so many heads of a slot begins with to another slot.
+    def copy_slot(self, places: Tensor, values: Tensor, source: int, target: int, tokens: int) -> None:
+        """Copy the first tokens of one slot to another.
 
         Args:
-            places: of the keys of all layers, then of their values, see `places_of`.
-            heads: K.
+            places: (2 L,) addresses of the keys of all layers, then of their values.
+            values: (slots, K, capacity, d) of any layer, for its shape and type.
             source: the slot to read.
             target: the slot to write.
-            key_rows: how much to copy of the third dimension of keys,
-            value_rows: and of values.
+            tokens: how many.
         """
-        self._copy_slot(places.data_ptr(), len(places) // 2, heads, source, target, key_rows, value_rows)
+        sizes = (len(places) // 2, *values.shape[1:], source, target, tokens)
+        self._copy_slot[values.dtype](places.data_ptr(), *sizes)
 
     # ------------------------------------------------------------ the learner, float32 but for what linear layers see
 
@@ -438,11 +437,6 @@ def weight_tiles(weight: Tensor) -> Tensor:
     """The weight (outputs, inputs) of a linear layer in tiles, like keys, filled up with zeros."""
     missing = -len(weight) % TILE
     return to_tiles(F.pad(weight, (0, 0, 0, missing)) if missing else weight)
-
-
-def places_of(tensors: Sequence[Tensor]) -> Tensor:
-    """Where these, all like (slots, K, rows, ...), lie: the start of each, and the bytes of a head and of a row."""
-    return torch.tensor([(t.data_ptr(), t.stride(1) * t.itemsize, t.stride(2) * t.itemsize) for t in tensors])
 
 
 def _sizes(*numbers: int) -> ctypes.Array[ctypes.c_int64]:

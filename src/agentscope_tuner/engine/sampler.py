@@ -311,13 +311,15 @@ class Sampler:
         for request in chosen:
             (later if self._can_share_later(request) else batch).append(request)
         self._make_trunks(batch)
-        ready = self._place(batch)
-        for request in ready:
-            if request.slot.prefilling:
+        self._place(batch)
+        for request in batch:
+            if request.slot is _NO_SLOT:
+                later.append(request)
+            elif request.slot.prefilling:
                 self._prefilling.append(request)
             else:
                 self._completions.add(request)
-        self._waiting = later + [request for request in batch if request.slot is _NO_SLOT] + others
+        self._waiting = later + others
 
     def _can_share_later(self, request: Request) -> bool:
         """Whether a beginning of its prompt is still to be computed, where it was when it last asked for a slot."""
@@ -367,9 +369,8 @@ class Sampler:
                 slot.cached += tokens
                 self.tokens_prefilled += tokens
 
-    def _place(self, batch: list[Request]) -> list[Request]:
+    def _place(self, batch: list[Request]) -> None:
         """Find slots for all but those that can share what others are about to compute."""
-        ready: list[Request] = []
         for request in batch:
             trunk = self._slots.trunk_of(request.adapter, request.prompt_ids)
             own = request.prompt_ids[len(trunk.ids) :] if trunk else request.prompt_ids
@@ -387,8 +388,6 @@ class Sampler:
             slot.busy = True
             self._slots.keep_for(request.episode_id, slot)
             request.slot = slot
-            ready.append(request)
-        return ready
 
     def _copy(self) -> None:
         """What new requests share."""

@@ -103,14 +103,12 @@ extern "C" int64_t compute_in_pairs(int64_t wanted) {
     return in_pairs;
 }
 
-// Copies the first rows of each head from one slot to another. Each of `tensors`, those of keys before those of values,
-// is (start, bytes of a head of a slot, bytes of a row).
-extern "C" void copy_slot(const int64_t* tensors, int64_t layers, int64_t heads, int64_t source, int64_t target,
-                          int64_t key_rows, int64_t value_rows) {
-    for (int64_t i = 0; i < 2 * layers; i++) {
-        char* const start = reinterpret_cast<char*>(tensors[3 * i]);
-        const int64_t size = tensors[3 * i + 1], bytes = tensors[3 * i + 2] * (i < layers ? key_rows : value_rows);
-        for (int64_t head = 0; head < heads; head++)
-            std::memcpy(start + (target * heads + head) * size, start + (source * heads + head) * size, bytes);
+// `Cache::copy` in all layers: of the addresses in `tensors`, those of keys come before those of values.
+#define COPY(T, NAME)                                                                                                \
+    extern "C" void copy_slot_##NAME(T* const* tensors, int64_t layers, int64_t heads, int64_t capacity, int64_t d,  \
+                                     int64_t source, int64_t target, int64_t tokens) {                               \
+        for (int64_t i = 0; i < layers; i++)                                                                         \
+            Cache<T>{tensors[i], tensors[layers + i], heads, capacity, d}.copy(source, target, tokens);              \
     }
-}
+COPY(float, float)
+COPY(Bf16, bf16)
