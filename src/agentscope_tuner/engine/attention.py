@@ -149,6 +149,7 @@ class KVCache:
         self.capacity = capacity
         self._places = self._addresses()
 
+    @torch.inference_mode()  # as what wrote it
     def copy(self, source: int, target: int, tokens: int) -> None:
         """Copy the first own tokens of one slot to another."""
         if self.kernels is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -38,6 +39,11 @@ class Request:
     slot: Slot
     source: tuple[Slot, int] | None = None
     """Where so many tokens of its prompt were to be computed when it last asked for a slot."""
+
+    @property
+    def watched(self) -> bool:
+        """Whether every token has to be looked at."""
+        return self.on_token is not None or bool(self.params.stop or self.params.stop_ids)
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,14 +101,13 @@ def count_up(counts: np.ndarray) -> np.ndarray:
     return within
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Lines:
+class Lines(NamedTuple):
     """What is decoded in one call, see `NativeKernels.begin_decoding`."""
 
-    sheet: list[int]
+    sheet: array[int]
     plan: Mapping[Slot, int]
-    active: np.ndarray
-    """(C,) slots of completions that are not in the plan."""
+    active: list[int]
+    """Slots of completions that are not in the plan."""
     capacity: int
     """So many own tokens may slots come to hold."""
     guesses: int
@@ -164,6 +169,8 @@ class Completions:
         self._seeds = np.zeros((slots, 2), np.uint64)
         # Of the trunk that each begins with: its place, or -1, and how many tokens it has.
         self._trunk_of, self._begun = np.zeros((2, slots), np.int64)
+        self._most_drawn = self._last_place = 0
+        """Of any completion so far: how many tokens were drawn, and the place of the last one in its slot."""
         self._truncating = 0
         """How many requests exclude some tokens, however these are drawn."""
 
@@ -178,12 +185,13 @@ class Completions:
         row, params = request.slot.index, request.params
         self._requests[row] = request
         self._lineup = None
-        self._prompt_end[row] = len(request.slot.ids) - 1
+        self._prompt_end[row] = end = len(request.slot.ids) - 1
+        self._grown_to(0, end)
         self._drawn[row] = self._guessed[row] = self._numbers[row] = 0
         self._budget[row] = request.budget
         self._temperature[row], self._top_k[row], self._top_p[row] = params.temperature, params.top_k, params.top_p
-        self._watched[row] = request.on_token is not None or bool(params.stop or params.stop_ids)
-        self._listeners += self._watched[row]
+        self._watched[row] = watched = request.watched
+        self._listeners += watched
         self._truncating += params.truncates
         self._seeds[row] = params.seed % 2**64, params.seed >> 64
         self._trunk_of[row], self._begun[row] = request.slot.begins
@@ -195,7 +203,7 @@ class Completions:
         row = request.slot.index
         del self._requests[row]
         self._lineup = None
-        self._listeners -= self._watched[row]
+        self._listeners -= request.watched
         self._truncating -= request.params.truncates
 
     def take(self, request: Request) -> tuple[list[int], list[float]]:
@@ -280,6 +288,9 @@ class Completions:
         self._logprobs[each, number] = logprobs
         self._drawn[rows] = number[last] + 1
         self._guessed[rows] = 0
+        if len(rows):
+            drawn = self._drawn[rows]
+            self._grown_to(int(drawn.max()), int((self._prompt_end[rows] + drawn).max()))
         stopped = ends[last]
         if self._listeners:
             watched = self._watched[rows].nonzero()[0]
@@ -312,21 +323,21 @@ class Completions:
         """
         if self._listeners:
             steps = 1
-        rows = np.fromiter(self._requests, np.int64, len(self._requests))
-        reached = np.minimum(self._drawn[rows] + steps * (guesses + 1), self._budget[rows])
-        self._reserve(int(reached.max(initial=0)) + 1)
+        more = steps * (guesses + 1)
+        self._reserve(self._most_drawn + more + 1)
         ends = [slot.cached + tokens for slot, tokens in plan.items()]
-        capacity = max(int((self._prompt_end[rows] + reached).max(initial=0)), *ends, 0)
+        capacity = max([self._last_place + more, *ends])
         planned = {slot.index for slot in plan}
-        active = np.array([row for row in self._requests if row not in planned], np.int64) if plan else rows
+        active = [row for row in self._requests if row not in planned]
         watched: list[tuple[int, int]] = []
         if self._listeners:
-            watched = [(row, int(self._drawn[row])) for row in rows[self._watched[rows]].tolist()]
+            watched = [(row, int(self._drawn[row])) for row, request in self._requests.items() if request.watched]
         return Lines(self._sheet, plan, active, capacity, guesses, steps, watched)
 
     def decoded(self, lines: Lines, outcome: Outcome) -> tuple[list[Over], int]:
         """The requests that are over by what was decoded, and how many tokens of completions were run."""
         over = outcome.over
+        self._grown_to(outcome.most_drawn, outcome.last_place)
         for row, first in lines.watched:
             if self._tell(row, first):
                 if row not in over:
@@ -335,14 +346,15 @@ class Completions:
         return self._over((self._requests.get(row), stopped) for row, stopped in over.items()), outcome.rows
 
     @cached_property
-    def _sheet(self) -> list[int]:
+    def _sheet(self) -> array[int]:
         """See `Sheet` in `kernels/whole.cpp`."""
         arrays = (
             self._tokens, self._logprobs, self._drawn, self._prompt_end, self._budget, self._trunk_of, self._begun,
             self._seeds, self._temperature, self._ends,
         )  # fmt: skip
         table, bits = (0, 0) if self._drafts is None else self._drafts.place
-        return [*(array.ctypes.data for array in arrays), table, self._tokens.shape[1], len(self._ends), bits]
+        sizes = self._tokens.shape[1], len(self._ends), bits
+        return array("q", [*(each.ctypes.data for each in arrays), table, *sizes])
 
     @property
     def _all(self) -> Lineup:
@@ -376,6 +388,9 @@ class Completions:
             if token in params.stop_ids or (params.stop and self._said_stop(params.stop, text)):
                 return True
         return False
+
+    def _grown_to(self, drawn: int, place: int) -> None:
+        self._most_drawn, self._last_place = max(self._most_drawn, drawn), max(self._last_place, place)
 
     def _learn(self, row: int) -> None:
         """Guess better by a completion that is over."""

@@ -23,7 +23,7 @@ from agentscope_tuner.engine.attention import MOST_PADDING, KVCache, PrefixStack
 from agentscope_tuner.engine.completions import Drawing, Lines, Work
 from agentscope_tuner.engine.decoder import Decoder, WholeDecoder, cache_shape, choose_decoder, kernels_for
 from agentscope_tuner.engine.models import LoadedModel
-from agentscope_tuner.engine.native import Job, Outcome
+from agentscope_tuner.engine.native import Job, Outcome, Prompt
 from agentscope_tuner.engine.slots import Slot, Trunk
 from agentscope_tuner.errors import ConfigError
 
@@ -177,17 +177,15 @@ class ModelRunner:
         self.cache.reserve(min(lines.capacity, self.cache.limit))
         if self._trunks != (kept := tuple(trunks)):
             self._trunks, self._trunk_places = kept, _places(kept, len(self.cache.keys))
-        prompts = [
-            (slot.index, slot.cached, tokens, slot.missing == tokens, *slot.begins)
-            for slot, tokens in lines.plan.items()
-        ]
-        columns = np.array(prompts, np.int64).reshape(-1, 6).T
-        missing = [slot.ids[slot.cached : slot.cached + tokens] for slot, tokens in lines.plan.items()]
-        ids = torch.from_numpy(np.fromiter(itertools.chain.from_iterable(missing), np.int64))
-        self.decoder.check(ids)
+        prompts: list[Prompt] = []
+        ids: list[int] = []
+        for slot, tokens in lines.plan.items():
+            prompts.append(Prompt(slot.index, slot.cached, tokens, slot.missing == tokens, *slot.begins))
+            ids += slot.ids[slot.cached : slot.cached + tokens]
+        if ids:
+            self.decoder.check(min(ids), max(ids))
         return self.cache.kernels.begin_decoding(
-            self.decoder.over(self.cache), lines.sheet, torch.from_numpy(columns), ids,
-            torch.from_numpy(lines.active), torch.tensor(copies, dtype=torch.int64), self._trunk_places,
+            self.decoder.over(self.cache), lines.sheet, prompts, ids, lines.active, copies, self._trunk_places,
             guesses=lines.guesses, steps=lines.steps,
         )  # fmt: skip
 
@@ -201,6 +199,7 @@ class ModelRunner:
         job = self.decoder.begin(*self._rows(work), torch.from_numpy(work.wanted_tokens))
         return functools.cache(lambda: self._draw(job.finish(), drawing))
 
+    @torch.inference_mode()
     def hidden(self, work: Work) -> Tensor:
         """The hidden states (R, D) that are wanted."""
         # Nothing is guessed without compiled kernels, so of padded rows only the last one can be wanted.
@@ -281,6 +280,7 @@ class ModelRunner:
         self._stack.cache_clear()
         self._trunks = ()
 
+    @torch.inference_mode()
     def _draw(self, hidden: Tensor, drawing: Drawing) -> tuple[np.ndarray, np.ndarray]:
         """Tokens (R,) and log-probabilities (R,) that follow hidden states (R, D)."""
         if not len(hidden):

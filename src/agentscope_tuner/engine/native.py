@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -15,9 +17,6 @@ TILE = 32
 """Keys of so many tokens lie side by side in the cache, number by number."""
 _PIECE = 32
 """About so many rows, at most, one thread takes through a small model at once."""
-
-
-_SIZE = ctypes.c_int64
 
 
 R = TypeVar("R")
@@ -37,31 +36,56 @@ class SmallModel:
     """Of the norms."""
 
 
+class Prompt(NamedTuple):
+    """Some tokens of a prompt, see `Prompts` in `kernels/whole.cpp`."""
+
+    slot: int
+    first: int
+    """The place of the first of them in the slot."""
+    tokens: int
+    """How many."""
+    complete: bool
+    """Whether they are the last ones of the prompt."""
+    trunk: int
+    """The place of the trunk that it begins with, or -1 ..."""
+    begun: int
+    """... and how many tokens that has."""
+
+
 class Outcome:
     """What some steps of decoding did, once they are done."""
 
     def __init__(self, most: int) -> None:
         """For at most so many completions."""
-        self._over = torch.empty(2, most, dtype=torch.int64)
-        place = self._over.data_ptr()
-        self.place = _sizes(place, place + most * self._over.itemsize, 0, 0, 0)
+        self._slots, self._stopped = array("q", bytes(8 * most)), array("q", bytes(8 * most))
+        self.numbers = array("q", [*map(_place, (self._slots, self._stopped)), *[0] * 5])
         """See `Outcome` in `kernels/whole.cpp`."""
 
     @property
     def over(self) -> dict[int, bool]:
         """The slots of completions that are over, and whether they were stopped."""
-        slots, stopped = self._over[:, : self.place[2]].tolist()
-        return dict(zip(slots, map(bool, stopped), strict=True))
+        count = self.numbers[2]
+        return dict(zip(self._slots[:count], map(bool, self._stopped[:count]), strict=True))
 
     @property
     def rows(self) -> int:
         """How many tokens of completions were run, guesses included."""
-        return self.place[3]
+        return self.numbers[3]
 
     @property
     def steps(self) -> int:
         """How many."""
-        return self.place[4]
+        return self.numbers[4]
+
+    @property
+    def most_drawn(self) -> int:
+        """How many tokens a completion has that got some, at most."""
+        return self.numbers[5]
+
+    @property
+    def last_place(self) -> int:
+        """The place of the last token in its slot, for the one for which it comes last."""
+        return self.numbers[6]
 
 
 class Job(Generic[R]):
@@ -91,7 +115,7 @@ class NativeKernels:
             function.argtypes = [ctypes.c_void_p] * addresses + [*sizes]
             return function
 
-        size, number = _SIZE, ctypes.c_float
+        size, number = ctypes.c_int64, ctypes.c_float
 
         def of_each_type(name: str, addresses: int, *sizes: type) -> dict[torch.dtype, Any]:
             suffixes = {torch.float32: "float", torch.bfloat16: "bf16"}
@@ -223,20 +247,21 @@ class NativeKernels:
             wanted: (R,) of which rows the hidden states are wanted, in their order.
         """
         hidden = model.norm.new_empty(len(wanted), len(model.norm))
-        batch = _sizes(*_addresses(*rows, wanted, trunks), len(rows[0]), trunks.shape[1], len(wanted))
+        batch = array("q", [*_addresses(*rows, wanted, trunks), len(rows[0]), trunks.shape[1], len(wanted)])
         job = self._begin_pass[model.norm.dtype](
-            model.places.data_ptr(), batch, hidden.data_ptr(), _PIECE, torch.get_num_threads(), model.scaling, model.eps
-        )
+            model.places.data_ptr(), _place(batch), hidden.data_ptr(), _PIECE, torch.get_num_threads(), model.scaling,
+            model.eps,
+        )  # fmt: skip
         return Job(self._finish, job, hidden, (model, rows, trunks, wanted))
 
     def begin_decoding(
         self,
         model: SmallModel,
-        sheet: Sequence[int],
-        prompts: Tensor,
-        ids: Tensor,
-        active: Tensor,
-        copies: Tensor,
+        sheet: array[int],
+        prompts: Sequence[Prompt],
+        ids: Sequence[int],
+        active: Sequence[int],
+        copies: Sequence[tuple[int, int, int]],
         trunks: Tensor,
         *,
         guesses: int,
@@ -247,24 +272,26 @@ class NativeKernels:
         Args:
             model: all layers.
             sheet: addresses and sizes, see `Sheet` in `kernels/whole.cpp`: of completions in all slots.
-            prompts: (6, P) what is computed beside the first step, see `Prompts` there: slots, the places of the first
-                tokens, numbers of tokens, whether the prompt is complete by that, which trunk it begins with, of how
-                many tokens.
-            ids: (N,) of all of these tokens.
+            prompts: what is computed beside the first step.
+            ids: (N,) of all of these tokens, of one prompt after those of the other.
             active: (C,) slots of completions that are not among the prompts.
-            copies: (any, 3) what is done before: from a slot to another, so many tokens; one after the other.
+            copies: what is done before: from a slot to another, so many tokens; one after the other.
             trunks: (L, any, 3) as in `attend`, for each layer.
             guesses: most tokens that are guessed for a completion at once.
             steps: most of them.
         """
-        prompts, count = prompts.contiguous(), prompts.shape[1]
-        outcome = Outcome(len(active) + count)
+        # Tensors take longer to make than these few numbers take to read.
+        columns = [array("q", column) for column in (*zip(*prompts, strict=True), ids)]
+        places = map(_place, columns) if prompts else [0] * (len(Prompt._fields) + 1)
+        beside = array("q", [*places, len(prompts)])
+        going_on, copied = array("q", active), array("q", itertools.chain.from_iterable(copies))
+        outcome = Outcome(len(active) + len(prompts))
         job = self._begin_decoding[model.norm.dtype](
-            model.places.data_ptr(), _sizes(*sheet), _sizes(*_addresses(*prompts, ids), count), active.data_ptr(),
-            copies.data_ptr(), trunks.data_ptr(), outcome.place, len(active), len(copies), trunks.shape[1], guesses,
-            steps, _PIECE, torch.get_num_threads(), model.scaling, model.eps,
+            model.places.data_ptr(), *map(_place, (sheet, beside, going_on, copied)), trunks.data_ptr(),
+            _place(outcome.numbers), len(active), len(copies), trunks.shape[1], guesses, steps, _PIECE,
+            torch.get_num_threads(), model.scaling, model.eps,
         )  # fmt: skip
-        return Job(self._finish, job, outcome, (model, sheet, prompts, ids, active, copies, trunks))
+        return Job(self._finish, job, outcome, (model, columns, trunks))
 
     def linear(self, x: Tensor, tiles: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
         """A linear layer in bfloat16, computed in float32.
@@ -439,8 +466,8 @@ def weight_tiles(weight: Tensor) -> Tensor:
     return to_tiles(F.pad(weight, (0, 0, 0, missing)) if missing else weight)
 
 
-def _sizes(*numbers: int) -> ctypes.Array[ctypes.c_int64]:
-    return (_SIZE * len(numbers))(*numbers)
+def _place(numbers: array[int]) -> int:
+    return numbers.buffer_info()[0]
 
 
 def _addresses(*tensors: Tensor) -> Iterator[int]:

@@ -15,11 +15,10 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from operator import attrgetter
+from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from agentscope_tuner.algorithms.packing import common_prefix
 from agentscope_tuner.config import EngineConfig
@@ -47,8 +46,7 @@ _STEPS = 8
 _NO_SLOT = Slot(-1)
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class _Step:
+class _Step(NamedTuple):
     """What is being computed; of a small model it may be several steps at once."""
 
     completions: Completions
@@ -297,7 +295,6 @@ class Sampler:
         self._away.clear()
         self._quiet.set()
 
-    @torch.inference_mode()
     def _admit(self) -> None:
         """Give waiting requests their slots, if they should begin now."""
         if not self._may_admit:
@@ -413,7 +410,6 @@ class Sampler:
 
     # --------------------------------------------------------------------------------------------- computing
 
-    @torch.inference_mode()
     def _begin(self) -> _Step:
         """Run what the requests with slots miss, as much as goes at once, and draw for those that miss nothing then."""
         while self._dropped:
@@ -450,7 +446,6 @@ class Sampler:
         rows = len(work.ids) - sum(plan.values())
         return _Step(completions, plan, compute, lambda: (completions.accept(work, *compute()), rows))
 
-    @torch.inference_mode()
     def _join(self, step: _Step | None) -> None:
         """Compute what is left of a step that was begun."""
         if self._step is step:

@@ -76,7 +76,11 @@ class Team {
         job->run();
         std::unique_lock<std::mutex> hold(mutex);
         jobs.remove(job);
-        idle.wait(hold, [&] { return job->busy == 0; });
+        while (job->busy > 0) {  // helpers are about to find that there is nothing left
+            hold.unlock();
+            std::this_thread::yield();
+            hold.lock();
+        }
     }
 
    private:
@@ -93,12 +97,12 @@ class Team {
             job->run();
             hold.lock();
             jobs.remove(job);
-            if (--job->busy == 0) idle.notify_all();
+            job->busy--;
         }
     }
 
     std::mutex mutex;
-    std::condition_variable wake, idle;
+    std::condition_variable wake;
     std::list<Job*> jobs;
     int64_t size = 0;
 };
