@@ -203,7 +203,7 @@ def test_slots_are_found_meanwhile(sampler: Sampler, monkeypatch: pytest.MonkeyP
 
 
 def test_what_is_shared_is_copied_before_its_place_is_taken(sampler: Sampler) -> None:
-    """A trunk is computed at once, in the slot that is missed least: others may be about to copy from there."""
+    """A trunk is computed in the slot that is missed least: others may be about to copy from there."""
 
     async def first() -> None:
         await sampler.sample([5] * 20, SamplingParams(max_tokens=1), episode_id="first")
@@ -216,13 +216,17 @@ def test_what_is_shared_is_copied_before_its_place_is_taken(sampler: Sampler) ->
         slot.busy = slot is not source
     sampler._copies.append((source.index, target.index, 20))
     loop = asyncio.new_event_loop()
-    sampler._make_trunks(
+    others = sampler._plan_trunks(
         [
             Request((n, 0), f"{n}", "", [7] * 80 + [n], SamplingParams(), loop.create_future(), None, 1, _NO_SLOT)
             for n in range(4)
         ]
     )
     loop.close()
+    assert others == []
+    step = sampler._begin()
+    sampler._join(step)
+    sampler._end(step)
     assert len(sampler._slots.trunks) == 1
     for (keys, values), (kept_keys, kept_values) in zip(
         sampler._runner.cache.take(target.index, 20).layers, kept.layers, strict=True

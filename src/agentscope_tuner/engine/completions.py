@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from agentscope_tuner.engine.drafts import CONTEXT, Drafts
-from agentscope_tuner.engine.native import Outcome
+from agentscope_tuner.engine.native import Outcome, Prompt
 from agentscope_tuner.engine.slots import Lineup, Slot
 from agentscope_tuner.policy import Sample, SamplingParams
 
@@ -105,9 +105,11 @@ class Lines(NamedTuple):
     """What is decoded in one call, see `NativeKernels.begin_decoding`."""
 
     sheet: array[int]
-    plan: Mapping[Slot, int]
+    prompts: list[Prompt]
+    ids: list[int]
+    """Of all prompts, one after the other."""
     active: list[int]
-    """Slots of completions that are not in the plan."""
+    """Slots of completions that are not among the prompts."""
     capacity: int
     """So many own tokens may slots come to hold."""
     guesses: int
@@ -229,9 +231,10 @@ class Completions:
     def work(self, plan: Mapping[Slot, int], *, alone: bool = False) -> Work:
         """What is run next: so many missing tokens of the slots of a plan, beside all completions or alone.
 
-        Completions of slots in the plan may be added afterwards, to draw for them.
+        Completions of those whose prompts are complete by that are added already.
         """
-        lineup = Lineup([*plan, *([] if alone else self._all.slots)]) if plan else self._all
+        beside = [] if alone else [slot for slot in self._all.slots if slot not in plan]
+        lineup = Lineup([*plan, *beside]) if plan else self._all
         rows = lineup.index
         drawn, counts = self._drawn[rows], self._guessed[rows] + 1
         first, column = self._prompt_end[rows] + drawn, drawn + (CONTEXT - 1)
@@ -242,7 +245,7 @@ class Completions:
             places = [place[slot.index] for slot in plan]
             first[places] = [slot.cached for slot in plan]
             counts[places] = [*plan.values()]
-            wanted[places] = [slot.missing == tokens for slot, tokens in plan.items()]
+            wanted[places] = [slot.index in self._requests for slot in plan]
             column[places] = 0
         within = count_up(counts)
         columns = np.repeat(column, counts) + within
@@ -325,14 +328,19 @@ class Completions:
             steps = 1
         more = steps * (guesses + 1)
         self._reserve(self._most_drawn + more + 1)
-        ends = [slot.cached + tokens for slot, tokens in plan.items()]
-        capacity = max([self._last_place + more, *ends])
-        planned = {slot.index for slot in plan}
-        active = [row for row in self._requests if row not in planned]
+        capacity = self._last_place + more
+        prompts: list[Prompt] = []
+        ids: list[int] = []
+        for slot, tokens in plan.items():
+            end = slot.cached + tokens
+            prompts.append(Prompt(slot.index, slot.cached, tokens, slot.index in self._requests, *slot.begins))
+            ids += slot.ids[slot.cached : end]
+            capacity = max(capacity, end)
+        active = [*(self._requests.keys() - {prompt.slot for prompt in prompts})]
         watched: list[tuple[int, int]] = []
         if self._listeners:
             watched = [(row, int(self._drawn[row])) for row, request in self._requests.items() if request.watched]
-        return Lines(self._sheet, plan, active, capacity, guesses, steps, watched)
+        return Lines(self._sheet, prompts, ids, active, capacity, guesses, steps, watched)
 
     def decoded(self, lines: Lines, outcome: Outcome) -> tuple[list[Over], int]:
         """The requests that are over by what was decoded, and how many tokens of completions were run."""

@@ -23,7 +23,7 @@ from agentscope_tuner.engine.attention import MOST_PADDING, KVCache, PrefixStack
 from agentscope_tuner.engine.completions import Drawing, Lines, Work
 from agentscope_tuner.engine.decoder import Decoder, WholeDecoder, cache_shape, choose_decoder, kernels_for
 from agentscope_tuner.engine.models import LoadedModel
-from agentscope_tuner.engine.native import Job, Outcome, Prompt
+from agentscope_tuner.engine.native import Job, Outcome
 from agentscope_tuner.engine.slots import Slot, Trunk
 from agentscope_tuner.errors import ConfigError
 
@@ -177,16 +177,11 @@ class ModelRunner:
         self.cache.reserve(min(lines.capacity, self.cache.limit))
         if self._trunks != (kept := tuple(trunks)):
             self._trunks, self._trunk_places = kept, _places(kept, len(self.cache.keys))
-        prompts: list[Prompt] = []
-        ids: list[int] = []
-        for slot, tokens in lines.plan.items():
-            prompts.append(Prompt(slot.index, slot.cached, tokens, slot.missing == tokens, *slot.begins))
-            ids += slot.ids[slot.cached : slot.cached + tokens]
-        if ids:
-            self.decoder.check(min(ids), max(ids))
+        if lines.ids:
+            self.decoder.check(min(lines.ids), max(lines.ids))
         return self.cache.kernels.begin_decoding(
-            self.decoder.over(self.cache), lines.sheet, prompts, ids, lines.active, copies, self._trunk_places,
-            guesses=lines.guesses, steps=lines.steps,
+            self.decoder.over(self.cache), lines.sheet, lines.prompts, lines.ids, lines.active, copies,
+            self._trunk_places, guesses=lines.guesses, steps=lines.steps,
         )  # fmt: skip
 
     def begin(self, work: Work, drawing: Drawing) -> Callable[[], tuple[np.ndarray, np.ndarray]]:

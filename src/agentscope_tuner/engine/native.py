@@ -45,7 +45,7 @@ class Prompt(NamedTuple):
     tokens: int
     """How many."""
     complete: bool
-    """Whether they are the last ones of the prompt."""
+    """Whether the prompt is complete by them, and something is drawn."""
     trunk: int
     """The place of the trunk that it begins with, or -1 ..."""
     begun: int

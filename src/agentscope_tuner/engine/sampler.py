@@ -15,7 +15,6 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -27,7 +26,7 @@ from agentscope_tuner.engine.decoder import ModuleDecoder
 from agentscope_tuner.engine.drafts import Drafts
 from agentscope_tuner.engine.model_runner import ModelRunner
 from agentscope_tuner.engine.models import LoadedModel
-from agentscope_tuner.engine.slots import Slot, Slots
+from agentscope_tuner.engine.slots import Slot, Slots, goes_on_from
 from agentscope_tuner.policy import Sample, SamplingParams, room_for_tokens
 
 _TRUNK_TOKENS = 64
@@ -89,6 +88,8 @@ class Sampler:
         self._waiting: list[Request] = []
         self._prefilling: list[Request] = []
         """Those with a slot, of whose prompts something is not computed."""
+        self._trunk_slots: list[Slot] = []
+        """Where something is computed that many of those who wait begin with."""
         self._copies: list[tuple[int, int, int]] = []
         """From which slot to which other one so many tokens go, before the next step; in this order."""
         self._dropped: list[Slot] = []
@@ -204,6 +205,7 @@ class Sampler:
 
     def _forget(self) -> None:
         self._slots = Slots(self._runner.cache.slots, self._runner.trunk_tokens)
+        self._trunk_slots.clear()
         self._copies.clear()
         self._dropped.clear()
         self._runner.forget_prefixes()
@@ -303,13 +305,9 @@ class Sampler:
         free = sum(not (slot.busy or slot.episode_id in self._away) for slot in self._slots)
         self._waiting.sort(key=lambda request: request.order)
         chosen, others = self._waiting[:free], self._waiting[free:]
-        batch: list[Request] = []
+        self._place(self._plan_trunks([request for request in chosen if not self._can_share_later(request)]))
         later: list[Request] = []
         for request in chosen:
-            (later if self._can_share_later(request) else batch).append(request)
-        self._make_trunks(batch)
-        self._place(batch)
-        for request in batch:
             if request.slot is _NO_SLOT:
                 later.append(request)
             elif request.slot.prefilling:
@@ -329,42 +327,31 @@ class Sampler:
         """How many tokens of a slot will have keys and values before the next step."""
         return slot.cached if self._step is None else slot.cached + self._step.plan.get(slot, 0)
 
-    def _make_trunks(self, batch: list[Request]) -> None:
-        families: dict[tuple[str, tuple[int, ...]], list[list[int]]] = defaultdict(list)
+    def _plan_trunks(self, batch: list[Request]) -> list[Request]:
+        """Let what many prompts begin with be computed in a slot of its own; returns those who do not wait for that."""
+        families: dict[tuple[str, tuple[int, ...]], list[Request]] = defaultdict(list)
+        waiting: set[Request] = set()
         for request in batch:
             ids = request.prompt_ids
-            if len(ids) > _TRUNK_TOKENS and self._slots.trunk_of(request.adapter, ids) is None:
-                families[request.adapter, tuple(ids[:_TRUNK_TOKENS])].append(ids)
-        scratches: list[Slot] = []
-        for (adapter, _), prompts in families.items():
-            if len(prompts) < _TRUNK_USERS:
+            if any(slot.adapter == request.adapter and goes_on_from(slot.ids, ids) for slot in self._trunk_slots):
+                waiting.add(request)
+            elif len(ids) > _TRUNK_TOKENS and self._slots.trunk_of(request.adapter, ids) is None:
+                families[request.adapter, tuple(ids[:_TRUNK_TOKENS])].append(request)
+        for (adapter, _), family in families.items():
+            if len(family) < _TRUNK_USERS:
                 continue
+            prompts = [request.prompt_ids for request in family]
             first, last = min(prompts), max(prompts)
             # At least one token of every prompt has to be run to get its logits.
             shared = min(common_prefix(first, last), min(map(len, prompts)) - 1)
-            planned = sum(len(scratch.ids) for scratch in scratches)
+            planned = sum(len(slot.ids) for slot in self._trunk_slots)
             if self._runner.worth_a_trunk(len(prompts), shared) and self._slots.room_for_trunk(planned + shared):
-                scratch = self._slots.victim()
-                self._slots.fill(scratch, adapter, None, first[:shared], 0)
-                scratch.busy = True
-                scratches.append(scratch)
-        if scratches:  # for them the cache may have to grow
-            self._join(self._step)
-            self._copy()
-        self._compute(scratches)
-        for scratch in scratches:
-            cache = self._runner.cache.take(scratch.index, scratch.cached)
-            self._slots.add_trunk(scratch.adapter, scratch.ids, cache)
-            self._slots.release(scratch)
-
-    def _compute(self, slots: list[Slot]) -> None:
-        """Everything that these miss."""
-        while slots := sorted((slot for slot in slots if slot.missing), key=attrgetter("row_order")):
-            plan = self._runner.plan(slots)
-            self._runner.hidden(self._completions.work(plan, alone=True))
-            for slot, tokens in plan.items():
-                slot.cached += tokens
-                self.tokens_prefilled += tokens
+                slot = self._slots.victim()
+                self._slots.fill(slot, adapter, None, first[:shared], 0)
+                slot.busy = True
+                self._trunk_slots.append(slot)
+                waiting.update(family)
+        return [request for request in batch if request not in waiting]
 
     def _place(self, batch: list[Request]) -> None:
         """Find slots for all but those that can share what others are about to compute."""
@@ -422,26 +409,26 @@ class Sampler:
 
     def _plan(self) -> _Step:
         completions = self._completions
-        slots = [request.slot for request in self._prefilling]
+        slots = [*self._trunk_slots, *(request.slot for request in self._prefilling)]
         plan = self._runner.plan(slots, beside=len(completions)) if slots else {}
         guesses = max(0, min(self._draft_tokens, self._prefill_tokens // max(1, len(completions)) - 1))
         complete = [request for request in self._prefilling if plan.get(request.slot) == request.slot.missing]
         self._prefilling = [request for request in self._prefilling if request not in complete]
-        if self._runner.draws and not (completions.truncating or any(r.params.truncates for r in complete)):
-            for request in complete:
-                completions.add(request)
+        draws = self._runner.draws and not (completions.truncating or any(r.params.truncates for r in complete))
+        if not draws:
+            self._copy()
+            completions.guess(guesses)
+        for request in complete:
+            completions.add(request)
+        if draws:
             # Whoever acts now, or waits to share what this step computes, takes part in the one after it.
             steps = 1 if self._away or self._over or self._prefilling or self._may_admit else _STEPS
             lines = completions.lines(plan, guesses, steps)
             copies, self._copies = self._copies, []
             job = self._runner.decode(lines, copies, self._slots.trunks)
             return _Step(completions, plan, job.finish, lambda: completions.decoded(lines, job.finish()))
-        self._copy()
-        completions.guess(guesses)
         # Where rows are padded, those that decode wait for those that prefill.
         work = completions.work(plan, alone=bool(plan) and not self._runner.flat)
-        for request in complete:
-            completions.add(request)
         compute = self._runner.begin(work, completions.drawing(work))
         rows = len(work.ids) - sum(plan.values())
         return _Step(completions, plan, compute, lambda: (completions.accept(work, *compute()), rows))
@@ -459,6 +446,10 @@ class Sampler:
             # Where its request ended meanwhile, all that it holds is counted already.
             slot.cached = min(slot.cached + count, len(slot.ids))
             self.tokens_prefilled += count
+        for slot in [slot for slot in self._trunk_slots if not slot.missing]:
+            self._slots.add_trunk(slot.adapter, slot.ids, self._runner.cache.take(slot.index, slot.cached))
+            self._slots.release(slot)
+            self._trunk_slots.remove(slot)
         over, rows = step.accept()
         self._over += over
         self.rows_decoded += rows

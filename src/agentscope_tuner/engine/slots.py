@@ -73,6 +73,11 @@ class Slot:
         return self.busy and self.missing > 1
 
 
+def goes_on_from(beginning: list[int], ids: list[int]) -> bool:
+    """Whether tokens begin with these, and are not all."""
+    return len(beginning) < len(ids) and ids[: len(beginning)] == beginning
+
+
 class Lineup:
     """Some slots in the order of rows: those that share an adapter, and within it a trunk, are neighbours."""
 
@@ -126,9 +131,8 @@ class Slots:
         """The longest trunk that `ids` go on from."""
         best = None
         for trunk in self._trunks:
-            n = len(trunk.ids)
-            fits = trunk.adapter == adapter and n < len(ids) and ids[:n] == trunk.ids
-            if fits and (best is None or n > len(best.ids)):
+            fits = trunk.adapter == adapter and goes_on_from(trunk.ids, ids)
+            if fits and (best is None or len(trunk.ids) > len(best.ids)):
                 best = trunk
         return best
 
