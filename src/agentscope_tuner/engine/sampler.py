@@ -346,7 +346,7 @@ class Sampler:
             shared = min(common_prefix(first, last), min(map(len, prompts)) - 1)
             planned = sum(len(slot.ids) for slot in self._trunk_slots)
             if self._runner.worth_a_trunk(len(prompts), shared) and self._slots.room_for_trunk(planned + shared):
-                slot = self._slots.victim()
+                slot = next(iter(self._slots.free()))
                 self._slots.fill(slot, adapter, None, first[:shared], 0)
                 slot.busy = True
                 self._trunk_slots.append(slot)
@@ -355,6 +355,7 @@ class Sampler:
 
     def _place(self, batch: list[Request]) -> None:
         """Find slots for all but those that can share what others are about to compute."""
+        free = self._slots.free()
         for request in batch:
             trunk = self._slots.trunk_of(request.adapter, request.prompt_ids)
             own = request.prompt_ids[len(trunk.ids) :] if trunk else request.prompt_ids
@@ -365,11 +366,12 @@ class Sampler:
             if best is not None and not best.busy and best.episode_id in ("", request.episode_id):
                 slot = best
             else:
-                slot = outgrown or self._slots.victim(keep=best)
+                slot = outgrown or next(slot for slot in free if slot is not best or len(free) == 1)
                 if best is not None and best is not slot:
                     self._copies.append((best.index, slot.index, overlap))
             self._slots.fill(slot, request.adapter, trunk, own, overlap)
             slot.busy = True
+            del free[slot]
             self._slots.keep_for(request.episode_id, slot)
             request.slot = slot
 

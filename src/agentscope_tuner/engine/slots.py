@@ -20,7 +20,8 @@ from agentscope_tuner.engine.attention import Prefix
 
 _MAX_TRUNKS = 32
 _HEAD_TOKENS = 16
-"""Slots are found by the first tokens they hold."""
+"""Slots and trunks, which have more, are found by the first tokens they hold."""
+_Head = tuple[str, tuple[int, ...]]
 
 
 @dataclass(eq=False, slots=True)
@@ -52,7 +53,7 @@ class Slot:
     busy: bool = False
     episode_id: str = ""
     last_used: int = 0
-    head: tuple[str, tuple[int, ...]] = ("", ())
+    head: _Head = ("", ())
     """Under which it is found."""
     row_order: tuple[str, int, int] = ("", 0, 0)
     """Slots that share an adapter, and within it a trunk, are neighbours in this order."""
@@ -71,6 +72,10 @@ class Slot:
     def prefilling(self) -> bool:
         """Whether its prompt is being computed: of a sequence that is being continued, one token is missing."""
         return self.busy and self.missing > 1
+
+
+def _head(adapter: str, ids: list[int]) -> _Head:
+    return adapter, tuple(ids[:_HEAD_TOKENS])
 
 
 def goes_on_from(beginning: list[int], ids: list[int]) -> bool:
@@ -118,7 +123,8 @@ class Slots:
         self._clock = itertools.count(1)
         self._slots = [Slot(i) for i in range(count)]
         self._trunks: list[Trunk] = []
-        self._by_head: dict[tuple[str, tuple[int, ...]], dict[int, Slot]] = {}
+        self._trunks_by_head: dict[_Head, list[Trunk]] = defaultdict(list)
+        self._by_head: dict[_Head, dict[int, Slot]] = {}
         self._by_episode: dict[str, set[Slot]] = defaultdict(set)
 
     def __len__(self) -> int:
@@ -129,19 +135,17 @@ class Slots:
 
     def trunk_of(self, adapter: str, ids: list[int]) -> Trunk | None:
         """The longest trunk that `ids` go on from."""
-        best = None
-        for trunk in self._trunks:
-            fits = trunk.adapter == adapter and goes_on_from(trunk.ids, ids)
-            if fits and (best is None or len(trunk.ids) > len(best.ids)):
-                best = trunk
-        return best
+        alike = self._trunks_by_head.get(_head(adapter, ids), ())
+        return max((t for t in alike if goes_on_from(t.ids, ids)), key=lambda trunk: len(trunk.ids), default=None)
 
     def add_trunk(self, adapter: str, ids: list[int], cache: Prefix) -> None:
         """Keep a prefix."""
         now = next(self._clock)
         taken = {trunk.place for trunk in self._trunks}
         place = next(place for place in itertools.count() if place not in taken)
-        self._trunks.append(Trunk(adapter, ids, cache, now, place, now))
+        trunk = Trunk(adapter, ids, cache, now, place, now)
+        self._trunks.append(trunk)
+        self._trunks_by_head[_head(adapter, ids)].append(trunk)
 
     @property
     def trunks(self) -> list[Trunk]:
@@ -157,6 +161,7 @@ class Slots:
             trunk = unused.pop()
             together -= len(trunk.ids)
             self._trunks.remove(trunk)
+            self._trunks_by_head[_head(trunk.adapter, trunk.ids)].remove(trunk)
             for slot in self._slots:
                 if slot.trunk is trunk:  # what it holds goes on from there
                     self.fill(slot, slot.adapter, None, [], 0)
@@ -176,7 +181,7 @@ class Slots:
         best: Slot | None = None
         outgrown: Slot | None = None
         overlap = 0
-        for slot in self._by_head.get((adapter, tuple(own[:_HEAD_TOKENS])), {}).values():
+        for slot in self._by_head.get(_head(adapter, own), {}).values():
             if slot.trunk is trunk:
                 n = min(common_prefix(slot.ids, own), len(own) - 1)
                 if not slot.prefilling:
@@ -189,11 +194,11 @@ class Slots:
                     outgrown = slot
         return best, overlap, outgrown
 
-    def victim(self, keep: Slot | None = None) -> Slot:
-        """The free slot that is missed least: of ended episodes first, then the one unused for longest."""
+    def free(self) -> dict[Slot, None]:
+        """Those that may be overwritten, in this order: of ended episodes first, then those unused for longest."""
         free = [slot for slot in self._slots if not slot.busy]
-        others = [slot for slot in free if slot is not keep] or free
-        return min(others, key=lambda slot: (slot.episode_id != "", slot.last_used, slot.index))
+        free.sort(key=lambda slot: (slot.episode_id != "", slot.last_used, slot.index))
+        return dict.fromkeys(free)
 
     def fill(self, slot: Slot, adapter: str, trunk: Trunk | None, own: list[int], cached: int) -> None:
         """Make `own` the slot's tokens, of which the first `cached` are in place."""
@@ -230,5 +235,5 @@ class Slots:
             del before[slot.index]
             if not before:
                 del self._by_head[slot.head]
-        slot.head = (slot.adapter, tuple(slot.ids[:_HEAD_TOKENS]))
+        slot.head = _head(slot.adapter, slot.ids)
         self._by_head.setdefault(slot.head, {})[slot.index] = slot
