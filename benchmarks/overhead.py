@@ -40,6 +40,7 @@ from agentscope_tuner.backends.local import start_engines  # noqa: E402
 from agentscope_tuner.config import load_config  # noqa: E402
 from agentscope_tuner.engine.decoder import WholeDecoder  # noqa: E402
 from agentscope_tuner.engine.native import Job  # noqa: E402
+from agentscope_tuner.many_agents import rare_collections  # noqa: E402
 from agentscope_tuner.readers import load_tasks  # noqa: E402
 from agentscope_tuner.rollout import Rollout  # noqa: E402
 from agentscope_tuner.workflow import JudgeRunner, WorkflowRunner  # noqa: E402
@@ -112,12 +113,13 @@ def main(rounds: Annotated[int, typer.Option(help="Measured rounds.")] = 5) -> N
             "transformer per call, us": transformer / len(calls) * 1e6,
         }
 
-    for number in range(rounds + 1):
-        for way in ways:
-            engine.sampler.weights_changed(number)  # an empty cache, as after every update
-            found = asyncio.run(once(way, number))
-            if number > 0:
-                measured[way].append(found)
+    with rare_collections():  # as while `tune` runs
+        for number in range(rounds + 1):
+            for way in ways:
+                engine.sampler.weights_changed(number)  # an empty cache, as after every update
+                found = asyncio.run(once(way, number))
+                if number > 0:
+                    measured[way].append(found)
     rows = [
         {"agent": way, **{key: statistics.median(one[key] for one in found) for key in found[0]}}
         for way, found in measured.items()
