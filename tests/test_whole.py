@@ -18,6 +18,7 @@ from agentscope_tuner.engine.completions import Request
 from agentscope_tuner.engine.decoder import WholeDecoder
 from agentscope_tuner.engine.native import Job, NativeKernels
 from agentscope_tuner.engine.sampler import _NO_SLOT, Sampler
+from agentscope_tuner.engine.slots import Slot
 from agentscope_tuner.policy import Sample, SamplingParams
 from agentscope_tuner.types import ModelCall
 
@@ -176,9 +177,9 @@ def test_slots_are_found_meanwhile(sampler: Sampler, monkeypatch: pytest.MonkeyP
     notes, place = noted(monkeypatch), sampler._place
     meanwhile: list[bool] = []
 
-    def noting(batch: list[Request]) -> None:
+    def noting(batch: list[Request], free: dict[Slot, None]) -> None:
         meanwhile.extend([sampler._step is not None] * len(batch))
-        place(batch)
+        place(batch, free)
 
     monkeypatch.setattr(sampler, "_place", noting)
 
@@ -220,7 +221,8 @@ def test_what_is_shared_is_copied_before_its_place_is_taken(sampler: Sampler) ->
         [
             Request((n, 0), f"{n}", "", [7] * 80 + [n], SamplingParams(), loop.create_future(), None, 1, _NO_SLOT)
             for n in range(4)
-        ]
+        ],
+        sampler._slots.free(),
     )
     loop.close()
     assert others == []

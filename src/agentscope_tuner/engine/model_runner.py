@@ -80,8 +80,8 @@ def _attended_together(spans: Sequence[_Span], most_tokens: int) -> list[list[_S
 def _places(trunks: Sequence[Trunk], layers: int) -> Tensor:
     """Addresses and lengths (L, any, 3) of trunks in all layers, by their places, see `NativeKernels.attend`."""
     places = torch.zeros(layers, 1 + max((trunk.place for trunk in trunks), default=-1), 3, dtype=torch.int64)
-    for trunk in trunks:
-        places[:, trunk.place] = PrefixStack([trunk.cache]).places[:, 0]
+    if trunks:
+        places[:, [trunk.place for trunk in trunks]] = PrefixStack([trunk.cache for trunk in trunks]).places
     return places
 
 

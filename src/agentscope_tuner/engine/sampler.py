@@ -26,7 +26,7 @@ from agentscope_tuner.engine.decoder import ModuleDecoder
 from agentscope_tuner.engine.drafts import Drafts
 from agentscope_tuner.engine.model_runner import ModelRunner
 from agentscope_tuner.engine.models import LoadedModel
-from agentscope_tuner.engine.slots import Slot, Slots, goes_on_from
+from agentscope_tuner.engine.slots import Slot, Slots
 from agentscope_tuner.policy import Sample, SamplingParams, room_for_tokens
 
 _TRUNK_TOKENS = 64
@@ -43,6 +43,8 @@ _STEPS = 8
 
 
 _NO_SLOT = Slot(-1)
+_Head = tuple[str, tuple[int, ...]]
+"""An adapter and the first tokens of a prompt."""
 
 
 class _Step(NamedTuple):
@@ -88,7 +90,7 @@ class Sampler:
         self._waiting: list[Request] = []
         self._prefilling: list[Request] = []
         """Those with a slot, of whose prompts something is not computed."""
-        self._trunk_slots: list[Slot] = []
+        self._trunk_slots: dict[_Head, Slot] = {}
         """Where something is computed that many of those who wait begin with."""
         self._copies: list[tuple[int, int, int]] = []
         """From which slot to which other one so many tokens go, before the next step; in this order."""
@@ -302,10 +304,12 @@ class Sampler:
         if not self._may_admit:
             return
         # Episodes between two calls come back to what their slots hold; nobody takes these from them meanwhile.
-        free = sum(not (slot.busy or slot.episode_id in self._away) for slot in self._slots)
+        free = self._slots.free()
+        most = sum(slot.episode_id not in self._away for slot in free)
         self._waiting.sort(key=lambda request: request.order)
-        chosen, others = self._waiting[:free], self._waiting[free:]
-        self._place(self._plan_trunks([request for request in chosen if not self._can_share_later(request)]))
+        chosen, others = self._waiting[:most], self._waiting[most:]
+        batch = [request for request in chosen if not self._can_share_later(request)]
+        self._place(self._plan_trunks(batch, free), free)
         later: list[Request] = []
         for request in chosen:
             if request.slot is _NO_SLOT:
@@ -327,35 +331,36 @@ class Sampler:
         """How many tokens of a slot will have keys and values before the next step."""
         return slot.cached if self._step is None else slot.cached + self._step.plan.get(slot, 0)
 
-    def _plan_trunks(self, batch: list[Request]) -> list[Request]:
+    def _plan_trunks(self, batch: list[Request], free: dict[Slot, None]) -> list[Request]:
         """Let what many prompts begin with be computed in a slot of its own; returns those who do not wait for that."""
-        families: dict[tuple[str, tuple[int, ...]], list[Request]] = defaultdict(list)
+        families: dict[_Head, list[Request]] = defaultdict(list)
         waiting: set[Request] = set()
         for request in batch:
             ids = request.prompt_ids
-            if any(slot.adapter == request.adapter and goes_on_from(slot.ids, ids) for slot in self._trunk_slots):
+            head = request.adapter, tuple(ids[:_TRUNK_TOKENS])
+            if head in self._trunk_slots:
                 waiting.add(request)
             elif len(ids) > _TRUNK_TOKENS and self._slots.trunk_of(request.adapter, ids) is None:
-                families[request.adapter, tuple(ids[:_TRUNK_TOKENS])].append(request)
-        for (adapter, _), family in families.items():
+                families[head].append(request)
+        for head, family in families.items():
             if len(family) < _TRUNK_USERS:
                 continue
             prompts = [request.prompt_ids for request in family]
             first, last = min(prompts), max(prompts)
             # At least one token of every prompt has to be run to get its logits.
             shared = min(common_prefix(first, last), min(map(len, prompts)) - 1)
-            planned = sum(len(slot.ids) for slot in self._trunk_slots)
+            planned = sum(len(slot.ids) for slot in self._trunk_slots.values())
             if self._runner.worth_a_trunk(len(prompts), shared) and self._slots.room_for_trunk(planned + shared):
-                slot = next(iter(self._slots.free()))
-                self._slots.fill(slot, adapter, None, first[:shared], 0)
+                slot = next(iter(free))
+                self._slots.fill(slot, family[0].adapter, None, first[:shared], 0)
                 slot.busy = True
-                self._trunk_slots.append(slot)
+                del free[slot]
+                self._trunk_slots[head] = slot
                 waiting.update(family)
         return [request for request in batch if request not in waiting]
 
-    def _place(self, batch: list[Request]) -> None:
+    def _place(self, batch: list[Request], free: dict[Slot, None]) -> None:
         """Find slots for all but those that can share what others are about to compute."""
-        free = self._slots.free()
         for request in batch:
             trunk = self._slots.trunk_of(request.adapter, request.prompt_ids)
             own = request.prompt_ids[len(trunk.ids) :] if trunk else request.prompt_ids
@@ -411,7 +416,7 @@ class Sampler:
 
     def _plan(self) -> _Step:
         completions = self._completions
-        slots = [*self._trunk_slots, *(request.slot for request in self._prefilling)]
+        slots = [*self._trunk_slots.values(), *(request.slot for request in self._prefilling)]
         plan = self._runner.plan(slots, beside=len(completions)) if slots else {}
         guesses = max(0, min(self._draft_tokens, self._prefill_tokens // max(1, len(completions)) - 1))
         complete = [request for request in self._prefilling if plan.get(request.slot) == request.slot.missing]
@@ -448,10 +453,11 @@ class Sampler:
             # Where its request ended meanwhile, all that it holds is counted already.
             slot.cached = min(slot.cached + count, len(slot.ids))
             self.tokens_prefilled += count
-        for slot in [slot for slot in self._trunk_slots if not slot.missing]:
-            self._slots.add_trunk(slot.adapter, slot.ids, self._runner.cache.take(slot.index, slot.cached))
-            self._slots.release(slot)
-            self._trunk_slots.remove(slot)
+        for head, slot in [*self._trunk_slots.items()]:
+            if not slot.missing:
+                self._slots.add_trunk(slot.adapter, slot.ids, self._runner.cache.take(slot.index, slot.cached))
+                self._slots.release(slot)
+                del self._trunk_slots[head]
         over, rows = step.accept()
         self._over += over
         self.rows_decoded += rows
