@@ -432,6 +432,53 @@ def test_a_long_prompt_is_computed_beside_the_tokens_of_others(
         assert sample.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
 
 
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("cancelled", [True, False])
+def test_a_common_beginning_is_computed_beside_the_tokens_of_others(
+    tiny_model_dir: Path, compiled: bool, cancelled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not compiled:
+        monkeypatch.setattr("agentscope_tuner.engine.decoder.native_kernels", lambda: None)
+    loaded = load(tiny_model_dir, max_model_len=2500)
+    sampler = start(loaded, draft_tokens=0, max_slots=6)
+    beginning = [7 + i % 50 for i in range(2000)]
+    heard: list[str] = []
+
+    def one(sampler: Sampler, name: str, prompt: list[int], tokens: int) -> Awaitable[Sample]:
+        params = SamplingParams(max_tokens=tokens, seed=3)
+        return sampler.sample(prompt, params, episode_id=name, on_token=lambda _: heard.append(name))
+
+    def group(name: str) -> list[asyncio.Future[Sample]]:
+        return [asyncio.ensure_future(one(sampler, name, [*beginning, 5, n], 4)) for n in range(4)]
+
+    async def everybody() -> list[Sample]:
+        first = asyncio.ensure_future(one(sampler, "first", [5] * 20, 30))
+        while not heard:
+            await asyncio.sleep(0)
+        if cancelled:  # nobody needs what is being computed; others come for it later
+            hopeless = group("hopeless")
+            while not (sampler._trunk_slots or sampler._slots.trunks):
+                await asyncio.sleep(0)
+            for task in hopeless:
+                task.cancel()
+            await first
+            heard.clear()
+        return await asyncio.gather(*group("late"))
+
+    async def alone(prompt: list[int]) -> Sample:
+        return await one(start(loaded), "alone", prompt, 4)
+
+    samples = asyncio.run(everybody())
+    assert [trunk.ids for trunk in sampler._slots.trunks] == [[*beginning, 5]]
+    assert sampler.tokens_prefilled == 20 + 2001
+    if not cancelled:  # with compiled attention in four steps, in which the first one draws too
+        assert (heard.index("late") >= 5) == compiled
+    for number, sample in enumerate(samples):
+        expected = asyncio.run(alone([*beginning, 5, number]))
+        assert sample.token_ids == expected.token_ids
+        assert sample.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+
+
 def test_a_cancelled_episode_leaves_no_trace(tiny_model_dir: Path) -> None:
     loaded = load(tiny_model_dir)
     plain = SamplingParams(max_tokens=20, seed=5)
