@@ -52,40 +52,32 @@ class Prompt(NamedTuple):
     """... and how many tokens that has."""
 
 
-class Outcome:
-    """What some steps of decoding did, once they are done."""
+class Outcome(ctypes.Structure):
+    """What some steps of decoding did, once they are done, see `Outcome` in `kernels/whole.cpp`."""
+
+    _fields_ = [
+        (name, ctypes.c_int64)
+        for name in ("_over", "_whether_stopped", "_count", "rows", "steps", "most_drawn", "last_place")
+    ]
+    _count: int
+    rows: int
+    """How many tokens of completions were run, guesses included."""
+    steps: int
+    """How many."""
+    most_drawn: int
+    """How many tokens a completion has that got some, at most."""
+    last_place: int
+    """The place of the last token in its slot, for the one for which it comes last."""
 
     def __init__(self, most: int) -> None:
         """For at most so many completions."""
         self._slots, self._stopped = array("q", bytes(8 * most)), array("q", bytes(8 * most))
-        self.numbers = array("q", [*map(_place, (self._slots, self._stopped)), *[0] * 5])
-        """See `Outcome` in `kernels/whole.cpp`."""
+        super().__init__(_place(self._slots), _place(self._stopped))
 
     @property
     def over(self) -> dict[int, bool]:
         """The slots of completions that are over, and whether they were stopped."""
-        count = self.numbers[2]
-        return dict(zip(self._slots[:count], map(bool, self._stopped[:count]), strict=True))
-
-    @property
-    def rows(self) -> int:
-        """How many tokens of completions were run, guesses included."""
-        return self.numbers[3]
-
-    @property
-    def steps(self) -> int:
-        """How many."""
-        return self.numbers[4]
-
-    @property
-    def most_drawn(self) -> int:
-        """How many tokens a completion has that got some, at most."""
-        return self.numbers[5]
-
-    @property
-    def last_place(self) -> int:
-        """The place of the last token in its slot, for the one for which it comes last."""
-        return self.numbers[6]
+        return dict(zip(self._slots[: self._count], map(bool, self._stopped[: self._count]), strict=True))
 
 
 class Job(Generic[R]):
@@ -288,7 +280,7 @@ class NativeKernels:
         outcome = Outcome(len(active) + len(prompts))
         job = self._begin_decoding[model.norm.dtype](
             model.places.data_ptr(), *map(_place, (sheet, beside, going_on, copied)), trunks.data_ptr(),
-            _place(outcome.numbers), len(active), len(copies), trunks.shape[1], guesses, steps, _PIECE,
+            ctypes.addressof(outcome), len(active), len(copies), trunks.shape[1], guesses, steps, _PIECE,
             torch.get_num_threads(), model.scaling, model.eps,
         )  # fmt: skip
         return Job(self._finish, job, outcome, (model, columns, trunks))

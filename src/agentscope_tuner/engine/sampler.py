@@ -26,7 +26,7 @@ from agentscope_tuner.engine.decoder import ModuleDecoder
 from agentscope_tuner.engine.drafts import Drafts
 from agentscope_tuner.engine.model_runner import ModelRunner
 from agentscope_tuner.engine.models import LoadedModel
-from agentscope_tuner.engine.slots import Slot, Slots
+from agentscope_tuner.engine.slots import Head, Slot, Slots
 from agentscope_tuner.policy import Sample, SamplingParams, room_for_tokens
 
 _TRUNK_TOKENS = 64
@@ -43,8 +43,6 @@ _STEPS = 8
 
 
 _NO_SLOT = Slot(-1)
-_Head = tuple[str, tuple[int, ...]]
-"""An adapter and the first tokens of a prompt."""
 
 
 class _Step(NamedTuple):
@@ -90,7 +88,7 @@ class Sampler:
         self._waiting: list[Request] = []
         self._prefilling: list[Request] = []
         """Those with a slot, of whose prompts something is not computed."""
-        self._trunk_slots: dict[_Head, Slot] = {}
+        self._trunk_slots: dict[Head, Slot] = {}
         """Where something is computed that many of those who wait begin with."""
         self._copies: list[tuple[int, int, int]] = []
         """From which slot to which other one so many tokens go, before the next step; in this order."""
@@ -333,7 +331,7 @@ class Sampler:
 
     def _plan_trunks(self, batch: list[Request], free: dict[Slot, None]) -> list[Request]:
         """Let what many prompts begin with be computed in a slot of its own; returns those who do not wait for that."""
-        families: dict[_Head, list[Request]] = defaultdict(list)
+        families: dict[Head, list[Request]] = defaultdict(list)
         waiting: set[Request] = set()
         for request in batch:
             ids = request.prompt_ids

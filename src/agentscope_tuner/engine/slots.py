@@ -21,7 +21,8 @@ from agentscope_tuner.engine.attention import Prefix
 _MAX_TRUNKS = 32
 _HEAD_TOKENS = 16
 """Slots and trunks, which have more, are found by the first tokens they hold."""
-_Head = tuple[str, tuple[int, ...]]
+Head = tuple[str, tuple[int, ...]]
+"""An adapter and first tokens."""
 
 
 @dataclass(eq=False, slots=True)
@@ -53,7 +54,7 @@ class Slot:
     busy: bool = False
     episode_id: str = ""
     last_used: int = 0
-    head: _Head = ("", ())
+    head: Head = ("", ())
     """Under which it is found."""
     row_order: tuple[str, int, int] = ("", 0, 0)
     """Slots that share an adapter, and within it a trunk, are neighbours in this order."""
@@ -74,13 +75,8 @@ class Slot:
         return self.busy and self.missing > 1
 
 
-def _head(adapter: str, ids: list[int]) -> _Head:
+def _head(adapter: str, ids: list[int]) -> Head:
     return adapter, tuple(ids[:_HEAD_TOKENS])
-
-
-def goes_on_from(beginning: list[int], ids: list[int]) -> bool:
-    """Whether tokens begin with these, and are not all."""
-    return len(beginning) < len(ids) and ids[: len(beginning)] == beginning
 
 
 class Lineup:
@@ -123,8 +119,8 @@ class Slots:
         self._clock = itertools.count(1)
         self._slots = [Slot(i) for i in range(count)]
         self._trunks: list[Trunk] = []
-        self._trunks_by_head: dict[_Head, list[Trunk]] = defaultdict(list)
-        self._by_head: dict[_Head, dict[int, Slot]] = {}
+        self._trunks_by_head: dict[Head, list[Trunk]] = defaultdict(list)
+        self._by_head: dict[Head, dict[int, Slot]] = {}
         self._by_episode: dict[str, set[Slot]] = defaultdict(set)
 
     def __len__(self) -> int:
@@ -136,7 +132,8 @@ class Slots:
     def trunk_of(self, adapter: str, ids: list[int]) -> Trunk | None:
         """The longest trunk that `ids` go on from."""
         alike = self._trunks_by_head.get(_head(adapter, ids), ())
-        return max((t for t in alike if goes_on_from(t.ids, ids)), key=lambda trunk: len(trunk.ids), default=None)
+        begun = [trunk for trunk in alike if len(trunk.ids) < len(ids) and ids[: len(trunk.ids)] == trunk.ids]
+        return max(begun, key=lambda trunk: len(trunk.ids), default=None)
 
     def add_trunk(self, adapter: str, ids: list[int], cache: Prefix) -> None:
         """Keep a prefix."""
