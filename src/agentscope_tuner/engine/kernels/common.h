@@ -15,25 +15,29 @@
 namespace {
 
 // Registers of the machine, and no wider than those: a compiler splits wider ones by way of memory, which can take fifty
-// times as long. They are aligned as single numbers, so that any address will do.
+// times as long. They are aligned as single numbers, so that any address will do. Of all registers, SUMS are for sums,
+// of at most TOGETHER rows.
 #if defined(__AVX512F__)
-constexpr int LANES = 16;
-constexpr int TOGETHER = 8;  // rows that are computed at once: as many as there are registers for
+constexpr int LANES = 16, SUMS = 16, TOGETHER = 8;
 #elif defined(__AVX__)
-constexpr int LANES = 8;
-constexpr int TOGETHER = 3;
+constexpr int LANES = 8, SUMS = 12, TOGETHER = 6;
 #elif defined(__aarch64__)
-constexpr int LANES = 4;
-constexpr int TOGETHER = 3;
+constexpr int LANES = 4, SUMS = 24, TOGETHER = 3;
 #else
-constexpr int LANES = 4;
-constexpr int TOGETHER = 1;
+constexpr int LANES = 4, SUMS = 8, TOGETHER = 1;
 #endif
 typedef float Lanes __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef uint32_t Words __attribute__((vector_size(4 * LANES), aligned(4)));
 constexpr int64_t TILE = 32;          // keys or values that are read together
 constexpr int PARTS = TILE / LANES;   // registers that these take
 constexpr int64_t BLOCK = 96;         // about so many queries read them together
+
+// How many registers of a tile's row are multiplied at once by numbers of so many other rows.
+constexpr int abreast(int rows) {
+    int parts = PARTS;
+    while (parts > 1 && rows * parts > SUMS) parts /= 2;
+    return parts;
+}
 
 struct Bf16 {
     uint16_t bits;
@@ -56,6 +60,17 @@ inline void put(Bf16* to, float x) {
 inline Lanes load(const float* from) { return *reinterpret_cast<const Lanes*>(from); }
 inline void store(float* to, Lanes lanes) { *reinterpret_cast<Lanes*>(to) = lanes; }
 
+// The same in a register: a compiler may prefer to load it again for every instruction that it is an operand of, which
+// takes longer than these.
+inline Lanes held(Lanes lanes) {
+#if defined(__AVX512F__)
+    asm("" : "+v"(lanes));
+#elif defined(__SSE2__)
+    asm("" : "+x"(lanes));
+#endif
+    return lanes;
+}
+
 // Rows of a matrix, `stride` numbers apart.
 struct Rows {
     const float* start;
@@ -66,27 +81,46 @@ struct Rows {
     Rows from(int64_t row) const { return {(*this)[row], stride}; }
 };
 
-// Writes the first `width` numbers of a row that was summed in registers.
-inline void store_row(float* to, const Lanes (&sums)[PARTS], int64_t width) {
-    if (width == TILE) {
-        for (int p = 0; p < PARTS; p++) store(to + p * LANES, sums[p]);
+// Writes the first `width` numbers of a row that was summed in registers, or as many as these hold.
+template <int COUNT>
+void store_row(float* to, const Lanes (&sums)[COUNT], int64_t width) {
+    if (width >= COUNT * LANES) {
+        for (int p = 0; p < COUNT; p++) store(to + p * LANES, sums[p]);
     } else {
-        float whole[TILE];
-        for (int p = 0; p < PARTS; p++) store(whole + p * LANES, sums[p]);
+        float whole[COUNT * LANES];
+        for (int p = 0; p < COUNT; p++) store(whole + p * LANES, sums[p]);
         std::memcpy(to, whole, width * sizeof(float));
+    }
+}
+
+// Adds the number of each row times each part. The fewer of both stay in registers.
+template <int N, int COUNT, class Number, class Part>
+inline void add_outer(Lanes (&sums)[N][COUNT], Number number_of, Part part_of) {
+    if constexpr (N <= COUNT) {
+        Lanes numbers[N];
+        for (int r = 0; r < N; r++) numbers[r] = held(Lanes{} + number_of(r));
+        for (int p = 0; p < COUNT; p++) {
+            const Lanes part = held(part_of(p));
+            for (int r = 0; r < N; r++) sums[r][p] += numbers[r] * part;
+        }
+    } else {
+        Lanes parts[COUNT];
+        for (int p = 0; p < COUNT; p++) parts[p] = held(part_of(p));
+        for (int r = 0; r < N; r++)
+            for (int p = 0; p < COUNT; p++) sums[r][p] += number_of(r) * parts[p];
     }
 }
 
 // out (N, width) becomes a (N, d) times a tile of keys (d, TILE).
 template <int N, class B>
 void score_rows(const float* a, B tile, float* out, int64_t width, int64_t d, int64_t stride) {
-    Lanes sums[N][PARTS] = {};
-    for (int64_t j = 0; j < d; j++)
-        for (int p = 0; p < PARTS; p++) {
-            const Lanes part = tile.lanes(j, p * LANES);
-            for (int r = 0; r < N; r++) sums[r][p] += a[r * d + j] * part;
-        }
-    for (int r = 0; r < N; r++) store_row(out + r * stride, sums[r], width);
+    constexpr int ABREAST = abreast(N);
+    for (int64_t first = 0; first < width; first += ABREAST * LANES) {
+        Lanes sums[N][ABREAST] = {};
+        for (int64_t j = 0; j < d; j++)
+            add_outer(sums, [&](int r) { return a[r * d + j]; }, [&](int p) { return tile.lanes(j, first + p * LANES); });
+        for (int r = 0; r < N; r++) store_row(out + r * stride + first, sums[r], width - first);
+    }
 }
 
 // The same for m rows, at most N at once; each is computed alike, whoever its neighbours are.
@@ -101,17 +135,17 @@ void score_tile(const float* a, B tile, float* out, int64_t m, int64_t width, in
 template <int N, class B>
 void add_rows(const float* weights, int64_t across, int64_t down, B b, float* out, int64_t out_stride, int64_t n,
               int64_t d) {
+    constexpr int ABREAST = abreast(N);
+    constexpr int64_t STEP = ABREAST * LANES;
     int64_t j = 0;
-    for (; j + TILE <= d; j += TILE) {
-        Lanes sums[N][PARTS];
+    for (; j + STEP <= d; j += STEP) {
+        Lanes sums[N][ABREAST];
         for (int r = 0; r < N; r++)
-            for (int p = 0; p < PARTS; p++) sums[r][p] = load(out + r * out_stride + j + p * LANES);
+            for (int p = 0; p < ABREAST; p++) sums[r][p] = load(out + r * out_stride + j + p * LANES);
         for (int64_t t = 0; t < n; t++)
-            for (int p = 0; p < PARTS; p++) {
-                const Lanes part = b.lanes(t, j + p * LANES);
-                for (int r = 0; r < N; r++) sums[r][p] += weights[r * down + t * across] * part;
-            }
-        for (int r = 0; r < N; r++) store_row(out + r * out_stride + j, sums[r], TILE);
+            add_outer(sums, [&](int r) { return weights[r * down + t * across]; },
+                      [&](int p) { return b.lanes(t, j + p * LANES); });
+        for (int r = 0; r < N; r++) store_row(out + r * out_stride + j, sums[r], STEP);
     }
     for (int r = 0; r < N; r++)
         for (int64_t t = 0; t < n; t++)

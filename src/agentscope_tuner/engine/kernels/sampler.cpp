@@ -5,6 +5,8 @@
 //
 // The functions come for two types of numbers: `_float`, and `_bf16`, the upper half of a float. All sum up in floats.
 
+#include <memory>
+
 #include "blocks.h"
 
 bool in_pairs = false;
@@ -13,19 +15,20 @@ namespace {
 
 constexpr int64_t ROWS = 128;  // of a product's input, that a thread goes through before the next weights
 
-// A linear layer by all threads, which share the weights: out (rows, outputs) for x (rows, inputs).
+// A linear layer by all threads, which share the weights: out (rows, outputs) for x (rows, inputs). Each takes the next
+// tile when it is free, since cores are not always equally fast.
 template <class T>
 void multiply(const Linear<T>& linear, const T* x, T* out, int64_t rows) {
     const int64_t inputs = linear.inputs, outputs = linear.outputs, tiles = (outputs + TILE - 1) / TILE;
     const int64_t blocks = (rows + ROWS - 1) / ROWS;
-    std::vector<float> wide(rows * inputs);
+    const std::unique_ptr<float[]> wide(new float[rows * inputs]);
 #pragma omp parallel
     {
         float product[ROWS * TILE];
 #pragma omp for schedule(static)
         for (int64_t row = 0; row < rows; row++)
             for (int64_t j = 0; j < inputs; j++) wide[row * inputs + j] = number(x[row * inputs + j]);
-#pragma omp for schedule(static)
+#pragma omp for schedule(dynamic, 1)
         for (int64_t work = 0; work < blocks * tiles; work++) {
             const int64_t row = work / tiles * ROWS, first = work % tiles * TILE;
             const int64_t m = std::min(ROWS, rows - row), n = std::min(TILE, outputs - first);
