@@ -38,7 +38,7 @@ from agentscope_tuner.engine.decoder import FusedDecoder, ModuleDecoder, NativeD
 from agentscope_tuner.engine.learner import Learner
 from agentscope_tuner.engine.models import layer_weight, load_model
 from agentscope_tuner.engine.native import NativeKernels
-from agentscope_tuner.engine.products import WideProducts
+from agentscope_tuner.engine.products import WidenedProducts, WideProducts
 from agentscope_tuner.engine.sampler import Sampler
 from agentscope_tuner.engine.trainable import TrainableDecoder, choose_forward
 from agentscope_tuner.engine.trial import native_kernels
@@ -603,6 +603,7 @@ def test_fused_families_and_grouped_heads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(products, "bfloat16_is_slow", lambda: slow)
+    monkeypatch.setattr(products, "_MANY", 4)
     if kind is FusedDecoder:
         monkeypatch.setattr(decoder, "native_kernels", lambda: None)
     if kind is NativeDecoder:
@@ -612,8 +613,8 @@ def test_fused_families_and_grouped_heads(
     loaded = load_model(TunerModelConfig(model_path=str(directory), max_model_len=512), engine)
     sampler = Sampler(loaded, engine)
     assert type(sampler._runner.decoder) is kind
-    widened = isinstance(sampler._runner.decoder._products, WideProducts)
-    assert widened == (slow and kind is not FusedDecoder)
+    wide = WidenedProducts if kind is FusedDecoder else WideProducts
+    assert isinstance(sampler._runner.decoder._products, wide) == slow
     # Where precision is low, truncation may keep a token that it should not.
     for call in play(loaded, sampler, episodes=8, mixed_params=dtype == "float32"):
         gap = (torch.tensor(call.logprobs) - plain_logprobs(loaded, call).detach()).abs().max()

@@ -7,9 +7,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+from agentscope_tuner.config import EngineConfig, TunerModelConfig
 from agentscope_tuner.engine import products, trial
 from agentscope_tuner.engine.attention import CausalLayout, KVCache, PrefixStack, RowLayout
+from agentscope_tuner.engine.decoder import choose_decoder
+from agentscope_tuner.engine.models import agree, load_model, model_directory
 from agentscope_tuner.engine.native import NativeKernels, to_pairs, to_tiles, weight_tiles
 from agentscope_tuner.engine.products import WideLinears, WideProducts, onednn_products
 from agentscope_tuner.engine.trial import native_kernels
@@ -202,6 +206,28 @@ def test_layers_in_bfloat16_that_compute_in_float32(
     for got, wanted in zip(ours, theirs, strict=True):
         rounding = 1e-6 if got.dtype == torch.float32 else 2**-8
         assert (got - wanted).norm() <= rounding * wanted.norm()
+
+
+@pytest.mark.parametrize("slow", [True, False])
+def test_modules_widen_weights_for_many_rows(slow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "bfloat16_is_slow", lambda: slow)
+    engine = EngineConfig(device="cpu", dtype="bfloat16", fast_decoder=False)
+    loaded = load_model(TunerModelConfig(model_path="tiny-agent", max_model_len=256), engine)
+    wide = AutoModelForCausalLM.from_pretrained(model_directory("tiny-agent"), dtype=torch.float32)
+    widened: list[torch.Size] = []
+    parts = products._parts
+    monkeypatch.setattr(products, "_parts", lambda weight: widened.append(weight.shape) or parts(weight))
+    chosen = choose_decoder(loaded, 128, engine)
+    ids = torch.arange(1, 81).view(2, 40)
+    positions = torch.arange(40).expand(2, 40)
+    with torch.inference_mode():
+        few = chosen.logits(chosen.hidden(ids[:1, :20], positions[:1, :20], CausalLayout())[0])
+        assert not widened
+        many = chosen.logits(chosen.hidden(ids, positions, CausalLayout()).flatten(0, 1))
+        assert (loaded.head.weight.shape in widened) == slow
+        expected = wide(ids).logits.flatten(0, 1)
+    assert agree(few, expected[:20], torch.bfloat16)
+    assert agree(many, expected, torch.bfloat16)
 
 
 def test_the_slower_precision_is_found_by_measuring(monkeypatch: pytest.MonkeyPatch) -> None:

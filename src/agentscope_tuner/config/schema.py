@@ -235,7 +235,7 @@ class EngineConfig(_Config):
     """`auto` takes the first CUDA GPU, or else the CPU."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of weights and activations. Where the processor multiplies faster in float32, `bfloat16` is that of the
-    weights and of the key-value cache only: the learner, and the compiled decoder, compute in float32 with them."""
+    weights and of the key-value cache only: products of many rows are computed in float32."""
     fast_decoder: bool = True
     """Use the fused decoder for the families that have one, with compiled steps where the machine has a C++ compiler;
     they are checked at start."""

@@ -20,7 +20,7 @@ from agentscope_tuner.config import EngineConfig
 from agentscope_tuner.engine.attention import CausalLayout, KVCache, RowLayout, SlotLayout
 from agentscope_tuner.engine.models import LoadedModel, agree, layer_weight, low_rank_update
 from agentscope_tuner.engine.native import Job, NativeKernels, SmallModel, weight_tiles
-from agentscope_tuner.engine.products import PlainProducts, Products, products_for
+from agentscope_tuner.engine.products import PlainProducts, Products, computes_wide, linears, products_for
 from agentscope_tuner.engine.trial import native_kernels
 
 FUSED_FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
@@ -55,12 +55,17 @@ class ModuleDecoder:
 
     def __init__(self, loaded: LoadedModel) -> None:
         self._loaded = loaded
+        self._wide = computes_wide(loaded)
 
     def refresh(self) -> None:
         """Nothing to do: the modules hold the weights."""
 
     def hidden(self, ids: Tensor, positions: Tensor, layout: CacheLayout, speakers: Speakers = ()) -> Tensor:
         """(B, N) token ids and absolute positions to (B, N, D)."""
+        with linears(wide=self._wide):
+            return self._hidden(ids, positions, layout, speakers)
+
+    def _hidden(self, ids: Tensor, positions: Tensor, layout: CacheLayout, speakers: Speakers) -> Tensor:
         if not self._loaded.adapters or isinstance(layout, CausalLayout):
             return self._loaded.hidden_states(ids, positions, layout)
         # The modules hold one adapter at a time.
@@ -74,7 +79,8 @@ class ModuleDecoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(B, D) to (B, V)."""
-        logits: Tensor = self._loaded.head(hidden)
+        with linears(wide=self._wide):
+            logits: Tensor = self._loaded.head(hidden)
         return logits
 
 

@@ -7,7 +7,7 @@ for them, products in bfloat16 take longer than in float32. What is so is found 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any, Protocol
 
@@ -29,6 +29,8 @@ _TIMED = (128, 1024, 1024)
 """(rows, inner, columns) of the product that is timed."""
 _WIDENED = 2**22
 """Numbers of a weight that are widened at once."""
+_MANY = 32
+"""Rows from which on a weight is widened for them: for fewer, that takes longer than the product."""
 
 
 # ----------------------------------------------------------------------------------------------- what the machine does
@@ -153,6 +155,14 @@ class WideProducts:
         return self._kernels.linear(x, packed, bias, outputs)
 
 
+class WidenedProducts(PlainProducts):
+    """The same without compiled kernels: for many rows, each weight is widened before it is read."""
+
+    def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
+        """(..., inputs) to (..., outputs)."""
+        return _linear(x, packed, bias)
+
+
 def products_for(loaded: LoadedModel, rows: int, kernels: NativeKernels | None) -> Sequence[Products]:
     """Ways to multiply by a model's weights, the fastest first.
 
@@ -164,18 +174,23 @@ def products_for(loaded: LoadedModel, rows: int, kernels: NativeKernels | None) 
     if loaded.device.type != "cpu":
         return [PlainProducts()]
     ways: list[Products] = [OneDnnProducts(rows), PlainProducts()]
-    if kernels is not None and computes_wide(loaded):
-        ways.insert(0, WideProducts(kernels))
+    if computes_wide(loaded):
+        ways.insert(0, WidenedProducts() if kernels is None else WideProducts(kernels))
     return ways
 
 
-# ------------------------------------------------------------------------------------------------------- the learner
+# ------------------------------------------------------------------------------------------------ a model's own modules
+
+
+def linears(*, wide: bool) -> AbstractContextManager[object]:
+    """Inside, linear layers compute as they are, or in float32."""
+    return WideLinears() if wide else nullcontext()
 
 
 class WideLinears(TorchFunctionMode):
     """Inside, linear layers whose weights are bfloat16 compute in float32, gradients included.
 
-    What they return has the type of their input, which may be float32.
+    What they return has the type of their input, which may be float32. A few rows of bfloat16 are left to PyTorch.
     """
 
     def __torch_function__(
@@ -186,7 +201,8 @@ class WideLinears(TorchFunctionMode):
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    if weight.dtype != torch.bfloat16:
+    few = input.dtype == torch.bfloat16 and input.shape[:-1].numel() < _MANY
+    if few or weight.dtype != torch.bfloat16:
         return F.linear(input, weight, bias)
     product: Tensor = _WideLinear.apply(input, weight, bias)  # type: ignore[no-untyped-call]
     return product

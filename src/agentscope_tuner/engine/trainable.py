@@ -7,7 +7,6 @@ for their gradients: a sixth of the time of a small model's step. It is used onl
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from agentscope_tuner.engine.attention import CausalLayout, Layout
 from agentscope_tuner.engine.decoder import has_fused_form, kernels_for, rotary_table
 from agentscope_tuner.engine.models import LoadedModel
 from agentscope_tuner.engine.native import NativeKernels
-from agentscope_tuner.engine.products import WideLinears, computes_wide, onednn_is_exact
+from agentscope_tuner.engine.products import computes_wide, linears, onednn_is_exact
 from agentscope_tuner.engine.tree_attention import TreeLayout
 
 _TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
@@ -166,18 +165,14 @@ class TreePass:
         """Hidden states (N, D) of a tree's N packed tokens."""
         device = self.loaded.device
         ids, positions = (torch.tensor([values], device=device) for values in (tree.ids, tree.positions))
-        with _linears(wide=self._wide):
+        with linears(wide=self._wide):
             return self.forward(ids, positions, TreeLayout(tree, device, self._attention))[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(n, D) to (n, V)."""
-        with _linears(wide=self._wide):
+        with linears(wide=self._wide):
             logits: Tensor = self.loaded.head(hidden)
         return logits
-
-
-def _linears(*, wide: bool) -> AbstractContextManager[object]:
-    return WideLinears() if wide else nullcontext()
 
 
 def choose_forward(loaded: LoadedModel, kernels: NativeKernels | None, *, wide: bool = False) -> Forward:
@@ -206,7 +201,7 @@ def choose_forward(loaded: LoadedModel, kernels: NativeKernels | None, *, wide: 
     expected = outcome(loaded.hidden_states)
     try:
         candidate = TrainableDecoder(loaded, kernels, wide=wide)
-        with _linears(wide=wide):
+        with linears(wide=wide):
             found = outcome(candidate.hidden_states)
     except (AttributeError, RuntimeError):  # a layer is missing or has another form
         return loaded.hidden_states
