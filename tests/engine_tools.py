@@ -15,7 +15,7 @@ from agentscope_tuner.config import EngineConfig, LoraConfig, TunerModelConfig
 from agentscope_tuner.engine.attention import ATTENTION_NAME
 from agentscope_tuner.engine.models import LoadedModel, load_model
 from agentscope_tuner.engine.sampler import Sampler
-from agentscope_tuner.policy import SamplingParams
+from agentscope_tuner.policy import Sample, SamplingParams
 from agentscope_tuner.types import ModelCall
 
 
@@ -30,6 +30,18 @@ def load(
 def start(loaded: LoadedModel, **engine: object) -> Sampler:
     """A sampler on the CPU."""
     return Sampler(loaded, EngineConfig(device="cpu", **engine))
+
+
+def greedy(sampler: Sampler, prompts: list[list[int]], tokens: int = 16) -> list[Sample]:
+    """What follows prompts, all at once."""
+
+    async def everything() -> list[Sample]:
+        params = SamplingParams(temperature=0.0, max_tokens=tokens)
+        return await asyncio.gather(
+            *(sampler.sample(prompt, params, episode_id=f"e{i}") for i, prompt in enumerate(prompts))
+        )
+
+    return asyncio.run(everything())
 
 
 def play(

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_tools import gradients, load, plain_logprobs, play, relative_difference, start
+from engine_tools import gradients, greedy, load, plain_logprobs, play, relative_difference, start
 from scipy.stats import chisquare
 from transformers import (
     LlamaConfig,
@@ -38,6 +38,7 @@ from agentscope_tuner.engine.decoder import FusedDecoder, ModuleDecoder, NativeD
 from agentscope_tuner.engine.learner import Learner
 from agentscope_tuner.engine.models import layer_weight, load_model
 from agentscope_tuner.engine.native import NativeKernels
+from agentscope_tuner.engine.optimizer import Optimizer
 from agentscope_tuner.engine.products import WidenedProducts, WideProducts
 from agentscope_tuner.engine.sampler import Sampler
 from agentscope_tuner.engine.trainable import TrainableDecoder, choose_forward
@@ -50,16 +51,6 @@ from agentscope_tuner.types import ModelCall
 def learner_of(loaded, *, total_updates: int = 1, **algorithm) -> Learner:
     engine = EngineConfig(device="cpu", micro_batch_tokens=1500)
     return Learner(loaded, AlgorithmConfig(**algorithm), engine, 12, total_updates)
-
-
-def greedy(sampler, prompts: list[list[int]], tokens: int = 16) -> list[Sample]:
-    async def everything() -> list[Sample]:
-        params = SamplingParams(temperature=0.0, max_tokens=tokens)
-        return await asyncio.gather(
-            *(sampler.sample(prompt, params, episode_id=f"e{i}") for i, prompt in enumerate(prompts))
-        )
-
-    return asyncio.run(everything())
 
 
 # ------------------------------------------------------------------------------------------------------ sampling
@@ -386,6 +377,8 @@ def test_limits_of_length(tiny_model_dir: Path) -> None:
     sampler = start(loaded)
     with pytest.raises(PromptTooLongError, match=r"40 tokens, and `model.max_model_len` is 40"):
         asyncio.run(sampler.sample([5] * 40, SamplingParams(), episode_id="e"))
+    with pytest.raises(ValueError, match="at least one token, got none"):
+        asyncio.run(sampler.sample([], SamplingParams(), episode_id="e"))
     sample = asyncio.run(sampler.sample([5] * 30, SamplingParams(temperature=0.0, max_tokens=99), episode_id="e"))
     assert len(sample.token_ids) <= 10
 
@@ -508,6 +501,32 @@ def test_a_cancelled_episode_leaves_no_trace(tiny_model_dir: Path) -> None:
     assert found.token_ids == expected.token_ids
     assert found.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
     sampler.weights_changed(1)  # raises if anything were still under way
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_an_agent_that_is_ended_for_good_leaves_no_trace(waits: bool, tiny_model_dir: Path) -> None:
+    sampler = start(load(tiny_model_dir), max_slots=1 if waits else 2)
+
+    async def run() -> None:
+        heard: list[int] = []
+        params = SamplingParams(max_tokens=400, temperature=0.3, top_k=3)
+        other = asyncio.ensure_future(sampler.sample([9] * 20, params, episode_id="a", on_token=heard.append))
+        await asyncio.sleep(0)
+        stubborn = sampler.sample([9] * 20, params, episode_id="b")
+        stubborn.send(None)
+        while len(heard) < 5 and not other.done():
+            await asyncio.sleep(0)
+        assert len(heard) >= 5
+        stubborn.close()
+        other.cancel()
+        await asyncio.gather(other, return_exceptions=True)
+        drawn = sampler.rows_decoded
+        await sampler.sample([7] * 20, SamplingParams(max_tokens=5), episode_id="c")
+        assert sampler.rows_decoded - drawn < 20
+
+    asyncio.run(run())
+    assert not sampler._waiting
+    assert not sampler._begun
 
 
 @pytest.mark.parametrize("own", [True, False])
@@ -784,6 +803,24 @@ def test_gradients_in_bfloat16_are_summed_in_float32(tiny_model_dir: Path) -> No
         expected += part
     assert parameter.grad is None
     assert relative_difference({name: optimizer.masters[name].grad}, {name: expected}) < 1e-4
+
+
+def test_a_gradient_that_was_there_before_the_optimizer_counts(tiny_model_dir: Path) -> None:
+    engine = EngineConfig(device="cpu", dtype="bfloat16")
+    loaded = load_model(TunerModelConfig(model_path=str(tiny_model_dir), max_model_len=64), engine)
+    name, parameter = next(iter(loaded.trainable_parameters().items()))
+    parameter.float().sum().backward()
+    optimizer = Optimizer(loaded, betas=(0.9, 0.999), weight_decay=0.0)
+    parameter.float().sum().backward()
+    assert torch.equal(optimizer.masters[name].grad, torch.full(parameter.shape, 2.0))
+    assert optimizer.step(1e-3, 1.0) == pytest.approx(2 * parameter.numel() ** 0.5, rel=1e-5)
+    optimizer.forget()
+    assert optimizer.updates == 0
+    before = optimizer.masters[name].detach().clone()
+    parameter.float().sum().backward()
+    optimizer.step(1e-3, torch.inf)
+    # A first step of AdamW is as long as the learning rate.
+    assert torch.allclose(before - optimizer.masters[name], torch.full(parameter.shape, 1e-3), rtol=1e-2)
 
 
 def test_bfloat16_is_checked_call_by_call() -> None:

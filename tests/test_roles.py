@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from agentscope_tuner.algorithms import compute_advantages
 from agentscope_tuner.chat import ChatRenderer
 from agentscope_tuner.config import WorkflowConfig
 from agentscope_tuner.errors import RoleError
-from agentscope_tuner.policy import SamplingParams
+from agentscope_tuner.policy import Sample, SamplingParams
 from agentscope_tuner.recorder import PolicyModel, Recorder
 from agentscope_tuner.reporting import read_episodes
 from agentscope_tuner.rollout import Rollout
@@ -479,6 +480,29 @@ def test_auxiliary_models_are_asked_and_never_recorded(model: PolicyModel) -> No
     assert episode.error is None, episode.error.traceback
     assert said == ["Helping test-0-0/judge."] * 2
     assert [call.text for call in episode.calls] == ["I am trained."]
+
+
+def test_auxiliary_models_draw_numbers_of_their_own(model: PolicyModel) -> None:
+    seeds: list[int] = []
+
+    class Noting(ScriptedPolicy):
+        async def sample(self, prompt_ids: list[int], params: SamplingParams, **options: Any) -> Sample:
+            seeds.append(params.seed)
+            return await super().sample(prompt_ids, params, **options)
+
+    policy = Noting(model.renderer, lambda prompt, episode_id: "Yes.")
+    noting = replace(model, policy=policy)
+
+    async def workflow(task, model, auxiliary_models):
+        for each in (model, *auxiliary_models.values()):
+            await each(HELLO)
+        return WorkflowOutput(reward=1.0)
+
+    for _ in range(2):
+        rollout = Rollout(WorkflowRunner(workflow), None, noting, WorkflowConfig(), 0, {"a": noting, "b": noting})
+        asyncio.run(rollout.run([Task()], 1, phase="test"))
+    assert seeds[:3] == seeds[3:]
+    assert len(set(seeds)) == 3
 
 
 # --------------------------------------------------------------------------------------------------------- training

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import random
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from engine_tools import load, plain_logprobs, play, start
+from engine_tools import greedy, load, plain_logprobs, play, start
 
 from agentscope_tuner.engine import decoder, native
 from agentscope_tuner.engine.completions import Request
@@ -129,6 +131,60 @@ def test_a_large_head_is_multiplied_once_for_all(
     assert not other._runner.decoder.draws
     calls, expected = play(loaded, other), play(loaded, sampler)
     assert [call.completion_ids for call in calls] == [call.completion_ids for call in expected]
+
+
+def test_a_pass_is_computed_once(sampler: Sampler, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as in one call with the drawing of tokens, not twice as long."""
+    taken: dict[str, float] = {}
+
+    def timed(name: str) -> None:
+        begin = getattr(NativeKernels, name)
+
+        def at_once(*args: object, **options: object) -> Job[object]:
+            begun = time.perf_counter()
+            job = begin(*args, **options)
+            job.finish()
+            taken[name] = max(taken.get(name, 0.0), time.perf_counter() - begun)
+            return job
+
+        monkeypatch.setattr(NativeKernels, name, at_once)
+
+    timed("begin_pass")
+    timed("begin_decoding")
+    monkeypatch.setattr(decoder, "_SMALL_HEAD", 0)
+    other = start(load(tiny_model_dir), max_slots=8)
+    shortest = {"begin_pass": math.inf, "begin_decoding": math.inf}
+    for number in range(12):
+        for one in (sampler, other):
+            # The longest call is that in which all prompts are computed.
+            greedy(one, [[3 + n, *range(5 + number, 95 + number)] * 4 for n in range(8)], tokens=2)
+        shortest = {name: min(seconds, taken.pop(name)) for name, seconds in shortest.items()}
+    assert shortest["begin_pass"] < 1.5 * shortest["begin_decoding"]
+
+
+@pytest.mark.parametrize("small_head", [True, False])
+def test_many_who_wait_for_a_slot_may_begin_with_none(
+    small_head: bool, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decoder, "_SMALL_HEAD", 2**24 if small_head else 0)
+    sampler = start(load(tiny_model_dir), max_slots=1, patience_ms=200)
+    acts = asyncio.Event()
+
+    async def agent(number: int) -> int:
+        if number == 19:  # who has the only slot acts
+            await acts.wait()
+        sample = await sampler.sample([5, number], SamplingParams(max_tokens=2), episode_id=f"{number}")
+        acts.set()
+        await asyncio.sleep(0.01)
+        sampler.close_episode(f"{number}")
+        return len(sample.token_ids)
+
+    async def everybody() -> list[int]:
+        for number in range(20):
+            sampler.open_episode(f"{number}")
+        return await asyncio.gather(*(agent(number) for number in range(20)))
+
+    assert all(count > 0 for count in asyncio.run(everybody()))
 
 
 async def _complete(sampler: Sampler, name: str, tokens: int) -> Sample:

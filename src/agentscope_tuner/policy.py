@@ -90,7 +90,10 @@ def room_for_tokens(prompt_ids: list[int], max_model_len: int) -> int:
 
     Raises:
         PromptTooLongError: none.
+        ValueError: the prompt is empty.
     """
+    if not prompt_ids:
+        raise ValueError("a prompt must have at least one token, got none")
     room = max_model_len - len(prompt_ids)
     if room < 1:
         raise PromptTooLongError(

@@ -169,8 +169,14 @@ class Rollout:
             replay=start.replay,
         )
         auxiliary = {
-            # Where an episode is continued, they say again what they said in it: the task's seed is the same.
-            name: Recorder(helper, episode_id=f"{task.episode_id}/{name}", seed=task.seed, helps=recorder)
+            # Their random numbers are their own, or they would answer to the policy's. Where an episode is continued,
+            # they say again what they said in it: the task's seed is the same.
+            name: Recorder(
+                helper,
+                episode_id=f"{task.episode_id}/{name}",
+                seed=zlib.crc32(f"{task.seed}/{name}".encode()),
+                helps=recorder,
+            )
             for name, helper in self.auxiliary_models.items()
         }
         episode = Episode(task, calls=recorder.calls, opponents=start.cast.opponents, replayed=start.replayed)

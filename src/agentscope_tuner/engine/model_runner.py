@@ -203,7 +203,7 @@ class ModelRunner:
     def _rows(self, work: Work) -> tuple[Tensor, Tensor, RowLayout]:
         """Ids (N,), positions (N,) and layout of a row for each token."""
         lineup, counts = work.lineup, work.counts
-        self.cache.reserve(int((work.first + counts).max()))
+        self.cache.reserve(int((work.first + counts).max(initial=0)))
         rows = (work.first, lineup.index, lineup.trunk_of, lineup.begun)
         if len(work.ids) > len(counts):
             first, *rest = (np.repeat(row, counts) for row in rows)

@@ -31,6 +31,8 @@ class Optimizer:
         }
         for name, parameter in self.parameters.items():
             if self.masters[name] is not parameter:
+                if parameter.grad is not None:  # there was a backward pass before
+                    _move_gradient(self.masters[name], parameter)
                 parameter.register_post_accumulate_grad_hook(partial(_move_gradient, self.masters[name]))
         self.adamw = torch.optim.AdamW(
             self.masters.values(), lr=0.0, betas=betas, weight_decay=weight_decay, eps=eps, fused=True
@@ -43,6 +45,11 @@ class Optimizer:
             self._policies = [
                 [name for name in self.parameters if name.endswith(f".{adapter}.weight")] for adapter in loaded.adapters
             ]
+
+    def forget(self) -> None:
+        """Begin anew, from the weights as they are."""
+        self.adamw.state.clear()
+        self.updates = 0
 
     def zero_grad(self) -> None:
         """Drop all gradients."""

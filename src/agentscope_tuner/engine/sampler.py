@@ -178,7 +178,7 @@ class Sampler:
                 self._fail(exc)
         try:
             return await request.future
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, GeneratorExit):
             self._drop(request)
             raise
         finally:
@@ -302,10 +302,9 @@ class Sampler:
         if not self._may_admit:
             return
         # Episodes between two calls come back to what their slots hold; nobody takes these from them meanwhile.
-        free = self._slots.free()
-        most = sum(slot.episode_id not in self._away for slot in free)
+        free = {slot: None for slot in self._slots.free() if slot.episode_id not in self._away}
         self._waiting.sort(key=lambda request: request.order)
-        chosen, others = self._waiting[:most], self._waiting[most:]
+        chosen, others = self._waiting[: len(free)], self._waiting[len(free) :]
         batch = [request for request in chosen if not self._can_share_later(request)]
         self._place(self._plan_trunks(batch, free), free)
         later: list[Request] = []
@@ -418,7 +417,7 @@ class Sampler:
         plan = self._runner.plan(slots, beside=len(completions)) if slots else {}
         guesses = max(0, min(self._draft_tokens, self._prefill_tokens // max(1, len(completions)) - 1))
         complete = [request for request in self._prefilling if plan.get(request.slot) == request.slot.missing]
-        self._prefilling = [request for request in self._prefilling if request not in complete]
+        self._prefilling = [request for request in self._prefilling if plan.get(request.slot) != request.slot.missing]
         draws = self._runner.draws and not (completions.truncating or any(r.params.truncates for r in complete))
         if not draws:
             self._copy()

@@ -215,9 +215,10 @@ class Service:
             verify_checkpoint(source)
             state = read_state(source)
             training = self._copy(None if state.lora is None else LoraConfig(**state.lora))
-            restore(source, training.loaded, self._optimizer(training, AdamParams()))
+            kept = self._optimizer(training, AdamParams())
+            restore(source, training.loaded, kept)
             if not optimizer:
-                training.optimizer = None
+                kept.forget()
         except CheckpointError as exc:
             raise UserError(str(exc)) from exc
         self._training[model_id] = training

@@ -45,7 +45,7 @@ class Job {
    protected:
     virtual void piece(int64_t which) = 0;
 
-    // Before the first step, and when all pieces of one are done: whether there is another one, with so many `pieces`.
+    // When all pieces are done, and at first if there are none: whether there is another step, with so many `pieces`.
     virtual bool advance() = 0;
 
     int64_t pieces = 0;
