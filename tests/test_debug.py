@@ -82,6 +82,7 @@ def test_somebody_stands_in_where_there_is_no_default_model(tmp_path: Path) -> N
     [
         (["-w", "game.py:Alone", "-t", "Hi"], "nobody can play it here"),
         (["-w", "game.py:Alone"], "either by `--config`"),
+        (["-w", "game.py:Alone", "-t", "Hi", "seed=1"], "`seed=1` has no effect without `--config`"),
         (["-w", "game.py:Alone", "-t", "Hi", "-m", "game.py:nobody"], "has no `nobody`"),
     ],
 )

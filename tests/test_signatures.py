@@ -17,7 +17,7 @@ import pytest
 from agentscope.model import OpenAIChatModel, TrinityChatModel
 from pydantic import Field
 
-from agentscope_tuner import Judge, JudgeOutput, ModelTuner, Workflow, WorkflowOutput, WorkflowTask, tune
+from agentscope_tuner import Judge, JudgeOutput, ModelTuner, Workflow, WorkflowOutput, WorkflowTask, evaluate, tune
 from agentscope_tuner.errors import ConfigError, RewardError, SignatureError
 from agentscope_tuner.types import Task
 from agentscope_tuner.workflow import (
@@ -452,6 +452,18 @@ def test_signature_errors_are_config_errors_and_come_before_anything_is_loaded(t
         tune(short_form, tmp_path / "no-such-config.yaml", judge_func=sync_judge)
     with pytest.raises(ConfigError, match="does not exist"):
         tune(short_form, tmp_path / "no-such-config.yaml", judge_func=short_judge)
+
+
+def test_auxiliary_models_that_nobody_takes_are_refused() -> None:
+    config = {"model.model_path": "no-model", "auxiliary_models.grader.model_path": "no-model"}
+    for workflow, judge in ((short_form, None), (short_form, short_judge), (Counts, None), (Counts, ClassJudge)):
+        with pytest.raises(ConfigError, match=r"`auxiliary_models.grader` has no effect"):
+            evaluate(workflow, None, judge_func=judge, overrides=config)
+        with pytest.raises(ConfigError, match=r"`auxiliary_models.grader` has no effect"):
+            tune(workflow, None, judge_func=judge, overrides=config)
+    for workflow, judge in ((auxiliary_without_default, None), (Counts, judge_with_everything)):
+        with pytest.raises(ConfigError, match="is required"):  # what is checked next
+            tune(workflow, None, judge_func=judge, overrides=config)
 
 
 def test_what_a_partial_has_bound_is_not_shown() -> None:

@@ -150,6 +150,8 @@ def debug(
     with _one_message("interrupted"):
         if (config is None) == (not task):
             raise ConfigError("give tasks either by `--config` (its `train_dataset`) or by `--task`")
+        if config is None and overrides:
+            raise ConfigError(f"`{overrides[0]}` has no effect without `--config`; remove it")
         workflow_func, judge_func = _load(workflow, judge)
         stand_in = None if model is None else load_object(model)
         from agentscope_tuner.backends.debug import DebugRun

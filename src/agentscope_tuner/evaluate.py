@@ -11,7 +11,7 @@ from agentscope_tuner.config import DatasetConfig, TunerConfig, TunerModelConfig
 from agentscope_tuner.errors import ConfigError
 from agentscope_tuner.rollout import Rollout, run_to_end
 from agentscope_tuner.types import EvalResult
-from agentscope_tuner.workflow import JudgeRunner, WorkflowRunner
+from agentscope_tuner.workflow import JudgeRunner, WorkflowRunner, check_auxiliary_models
 
 
 def evaluate(
@@ -45,6 +45,7 @@ def evaluate(
         blocks={"eval_dataset": eval_dataset, "model": model, "auxiliary_models": auxiliary_models},
         defaults={"experiment_name": "evaluation"},
     )
+    check_auxiliary_models(config.auxiliary_models, workflow, judge)
     if config.eval_dataset is None:
         raise ConfigError("`eval_dataset` is required for evaluation; pass it to `evaluate()` or set it in the YAML")
     return run_to_end(_evaluate(config, config.eval_dataset, workflow, judge))

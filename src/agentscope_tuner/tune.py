@@ -11,7 +11,7 @@ from agentscope_tuner.config import AlgorithmConfig, DatasetConfig, TunerModelCo
 from agentscope_tuner.errors import MissingDependencyError
 from agentscope_tuner.rollout import run_to_end
 from agentscope_tuner.types import TuneResult
-from agentscope_tuner.workflow import JudgeRunner, WorkflowRunner
+from agentscope_tuner.workflow import JudgeRunner, WorkflowRunner, check_auxiliary_models
 
 
 def tune(
@@ -78,6 +78,7 @@ def tune(
         },
         defaults={"experiment_name": f"Experiment-{datetime.now():%Y%m%d%H%M%S}"},
     )
+    check_auxiliary_models(config.auxiliary_models, workflow, judge)
     # Engines are imported only now: signatures and settings are checked before torch is loaded.
     if config.backend == "trinity":
         try:

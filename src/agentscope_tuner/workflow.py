@@ -11,12 +11,12 @@ import logging
 import math
 import types
 import typing
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from agentscope_tuner.errors import RewardError, SignatureError
+from agentscope_tuner.errors import ConfigError, RewardError, SignatureError
 from agentscope_tuner.judges import Judge
 from agentscope_tuner.model_tuner import ModelTuner
 from agentscope_tuner.readers import task_to_row
@@ -77,6 +77,11 @@ class WorkflowRunner:
         self.trainable_targets: list[str] | None = fields.trainable_targets if fields is not None else None
         self.name: str = (fields.name or type(fields).__name__) if fields is not None else _function_name(workflow)
 
+    @property
+    def takes_auxiliary_models(self) -> bool:
+        """Whether it is a function with a parameter for them."""
+        return _takes_auxiliary_models(self._workflow)
+
     async def run(
         self, task: WorkflowTask, model_tuner: ModelTuner, auxiliary_models: Mapping[str, Any]
     ) -> WorkflowOutput:
@@ -100,6 +105,11 @@ class JudgeRunner:
         check_judge(judge)
         self._judge = judge() if isinstance(judge, type) else judge
 
+    @property
+    def takes_auxiliary_models(self) -> bool:
+        """Whether it is a function with a parameter for them."""
+        return _takes_auxiliary_models(self._judge)
+
     async def run(self, task: WorkflowTask, output: WorkflowOutput, auxiliary_models: Mapping[str, Any]) -> JudgeOutput:
         """Score one output.
 
@@ -114,7 +124,25 @@ class JudgeRunner:
         return _as_judgement(returned)
 
 
+def _takes_auxiliary_models(one: Any) -> bool:
+    return not isinstance(one, type | Workflow | Judge) and "auxiliary_models" in _free_parameters(one)
+
+
 # ----------------------------------------------------------------------------------------------------- checks
+
+
+def check_auxiliary_models(names: Iterable[str], workflow: WorkflowRunner, judge: JudgeRunner | None) -> None:
+    """See that somebody uses the auxiliary models of these names.
+
+    Raises:
+        ConfigError: nobody does.
+    """
+    taken = workflow.takes_auxiliary_models or (judge is not None and judge.takes_auxiliary_models)
+    if not taken and (name := next(iter(names), None)) is not None:
+        raise ConfigError(
+            f"`auxiliary_models.{name}` has no effect: neither the workflow nor the judge is a function with a "
+            "parameter `auxiliary_models`; remove it, or write a function that takes it"
+        )
 
 
 def check_workflow(workflow: Any) -> None:
