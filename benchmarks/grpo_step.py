@@ -3,11 +3,12 @@
 The work is one step on 16 prompts of 64 to 128 tokens with 8 completions of 48 tokens each: sampling, the gradient of
 the whole batch, and AdamW's update. Both sides have the same prompts, token for token, and every completion has its
 full length. In bfloat16 ours has its weights in it, with a copy in float32 for the optimizer, and computes products in
-float32 where the processor is faster at that; TRL's has float32 weights that are rounded for products (autocast). Its
-passes have 8 completions each, TRL's own default; with `--trl-pass 128` all are together, which takes it longer and far
-more memory. Rewards cost nothing. Each side has a process of its own, which waits between two steps; its peak memory is
-given less what it had with the libraries imported and nothing loaded. Before anything is timed, our gradient is
-compared with that of transformers' forward pass over every completion by itself.
+float32 where the processor is faster at that; TRL's has float32 weights that are rounded for products (autocast). It
+samples by transformers' `generate`. Its passes have 8 completions each, TRL's own default; with `--trl-pass 128` all
+are together, which takes it longer and far more memory. Rewards cost nothing. Each side has a process of its own, which
+waits between two steps; its peak memory is given less what it had with the libraries imported and nothing loaded.
+Before anything is timed, our gradient is compared with that of transformers' forward pass over every completion by
+itself.
 """
 
 from __future__ import annotations

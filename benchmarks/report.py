@@ -77,7 +77,7 @@ def main() -> None:
     parts = [
         "# Performance\n\nEvery section is what one command of `benchmarks/` measured, in its own words; `make bench` "
         "runs them all. Models are Qwen2-shaped with random weights: S, M and L have 2, 57 and 494 million parameters. "
-        "Of several machines, the picture shows the first; what is not in a table was not measured there.\n"
+        "Of several machines, pictures show the first, the fastest; what is not in a table was not measured there.\n"
     ]
     for title, module in BENCHMARKS.items():
         name = module.__name__
