@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,17 @@ def test_a_tool_call_is_taken_out_however_it_is_spaced(completion: str) -> None:
     (call,) = reply.tool_calls
     assert (call.name, call.arguments) == ("add", {"a": 1, "b": 2})
     assert call.id
+
+
+@pytest.mark.parametrize(
+    "text", ["<tool_call>" + " \n" * 50_000, "<tool_call>" * 50_000, CALL + "<tool_call>" * 50_000]
+)
+def test_calls_without_an_end_are_no_work(text: str) -> None:
+    begun = time.perf_counter()
+    reply = parse_reply(text, tools=True)
+    assert time.perf_counter() - begun < 0.5
+    assert reply.text == text.removeprefix(CALL).strip()
+    assert len(reply.tool_calls) == text.startswith(CALL)
 
 
 def test_several_calls_keep_their_order_and_the_text_around_them() -> None:

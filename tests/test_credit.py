@@ -19,6 +19,7 @@ from agentscope_tuner import ModelTuner, Task, Workflow, WorkflowOutput, Workflo
 from agentscope_tuner.algorithms import compute_advantages
 from agentscope_tuner.chat import ChatRenderer, write_reply
 from agentscope_tuner.config import BranchingConfig, WorkflowConfig
+from agentscope_tuner.errors import ReplayError
 from agentscope_tuner.policy import Sample, SamplingParams
 from agentscope_tuner.recorder import PolicyModel
 from agentscope_tuner.rollout import Rollout
@@ -238,15 +239,29 @@ def test_a_branched_episode_repeats_itself_up_to_the_branch(model: PolicyModel) 
             assert other.tokens_sampled == sum(len(call.completion_ids) for call in other.calls[1:])
 
 
-def test_a_workflow_that_does_not_repeat_itself_says_so(model: PolicyModel) -> None:
+@pytest.mark.parametrize("insists", [False, True])
+@pytest.mark.parametrize("turn", [0, 1])
+def test_a_workflow_that_does_not_repeat_itself_says_so(turn: int, insists: bool, model: PolicyModel) -> None:
+    """Also where the turn that is sampled anew is the first that differs, and where it tries again."""
     counter = itertools.count()
 
     class Forgetful(Game):
         async def execute(self, task: WorkflowTask, model_tuner: ModelTuner) -> WorkflowOutput:
-            await model_tuner([{"role": "user", "content": f"Try {next(counter)}. You said . Go on."}])
-            return await super().execute(task, model_tuner)
+            for _ in range(3 if insists else 1):
+                try:
+                    await model_tuner([{"role": "user", "content": f"Try {next(counter)}. You said . Go on."}])
+                    break
+                except ReplayError:
+                    if not insists:
+                        raise
+            try:
+                return await super().execute(task, model_tuner)
+            except ReplayError:
+                if not insists:
+                    raise
+                return WorkflowOutput(reward=1.0)
 
-    (group,) = play(model, Forgetful, groups=1, size=1, branching=BranchingConfig(turns=[1]))
+    (group,) = play(model, Forgetful, groups=1, size=1, branching=BranchingConfig(turns=[turn]))
     assert group.episodes[0].error is None
     assert group.episodes[0].branch is not None
     for other in group.episodes[0].branch.continuations:

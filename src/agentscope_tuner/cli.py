@@ -212,8 +212,9 @@ def serve_tinker(
             raise MissingDependencyError(
                 f"`{exc.name}` is not installed; install it with `pip install 'agentscope-tuner[tinker]'`"
             ) from exc
-        key = os.environ.get("TINKER_API_KEY") or f"tml-{secrets.token_urlsafe(24)}"
-        shown = "the key in TINKER_API_KEY" if "TINKER_API_KEY" in os.environ else f"TINKER_API_KEY={key}"
+        given = os.environ.get("TINKER_API_KEY")
+        key = given or f"tml-{secrets.token_urlsafe(24)}"
+        shown = "the key in TINKER_API_KEY" if given else f"TINKER_API_KEY={key}"
 
         def ready(url: str, name: str) -> None:
             print(f"serving {name}\nTINKER_BASE_URL={url}\n{shown}", flush=True)

@@ -93,7 +93,8 @@ class Recorder:
             trainable_targets: roles the policy plays; None: every role.
             cast: the adapter each role speaks with, where it is not the weights all roles share.
             helps: the recorder of the episode that an auxiliary model serves.
-            replay: answers of another episode (its `answers`), given again before anybody is asked.
+            replay: answers of another episode (its `answers`), given again before anybody is asked. The last one is a
+                call of a trained role, and is sampled anew, from the same prompt.
             on_answer: is told what default models answer: role, agent, messages, answer.
         """
         self.model = model
@@ -109,6 +110,8 @@ class Recorder:
         """Everything that was answered, in the order it was asked for: calls of trained roles, and whatever the face
         keeps of the others (see `replayed`)."""
         self._replay = replay
+        self.divergence: ReplayError | None = None
+        """Where this is not the episode that is repeated. Whoever tries again hears of it again."""
         self.on_answer = on_answer
         self.rewarded = False
         """Whether a turn has earned something by itself, be it nothing."""
@@ -192,7 +195,13 @@ class Recorder:
     # ----------------------------------------------------------------------------------------------- calls
 
     def ask(self) -> int:
-        """Somebody is asked; returns the place of the answer in `answers`."""
+        """Somebody is asked; returns the place of the answer in `answers`.
+
+        Raises:
+            ReplayError: this is not the episode that is repeated.
+        """
+        if self.divergence is not None:
+            raise self.divergence
         self.answers.append(None)
         return len(self.answers) - 1
 
@@ -202,10 +211,11 @@ class Recorder:
 
     def diverged(self, place: int) -> ReplayError:
         """What to raise where somebody else is asked, or something else, than in the episode that is repeated."""
-        return ReplayError(
+        self.divergence = ReplayError(
             f"call {place + 1} of the episode that is continued came from another role or with other messages; draw "
             "all that is random in the workflow from `WorkflowTask.seed`, or remove `algorithm.branching`"
         )
+        return self.divergence
 
     def reward(self, role: str, value: float, agent: str | None = None) -> None:
         """Let a role's last turn earn something by itself; without effect for roles that do not learn.
@@ -311,12 +321,14 @@ class Recorder:
     def _sample_again(
         self, place: int, role: str, prompt_ids: list[int], on_token: Callable[[int], None] | None
     ) -> Sample | None:
-        """What was sampled at this place of the episode that is repeated; None where its end is passed."""
+        """What was sampled at this place of the episode that is repeated; None from where it is continued."""
         call = self.replayed(place)
         if call is None:
             return None
         if not isinstance(call, ModelCall) or call.role != role or call.prompt_ids != prompt_ids:
             raise self.diverged(place)
+        if place == len(self._replay) - 1:
+            return None
         for token in call.completion_ids if on_token is not None else ():
             on_token(token)  # type: ignore[misc]
         return Sample(call.completion_ids, call.logprobs, call.finish_reason, call.policy_version)

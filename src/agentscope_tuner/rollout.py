@@ -207,6 +207,8 @@ class Rollout:
             output = await self._within_time(
                 self.workflow.run(task, ModelTuner(recorder, self.endpoints), auxiliary), "workflow"
             )
+        if recorder.divergence is not None:
+            raise recorder.divergence
         unknown = recorder.unknown_targets()
         if unknown and not recorder.calls:
             recorder.require(unknown[0])
@@ -305,9 +307,9 @@ class _Start:
     """Of the policy's completions; the workflow's own is the task's."""
     cast: Cast
     replay: Sequence[Any] = ()
-    """Answers of the episode that is continued ..."""
+    """Answers of the episode that is continued, up to the one that is sampled anew ..."""
     replayed: int = 0
-    """... and how many of them are calls of trained roles."""
+    """... and how many before that are calls of trained roles."""
 
 
 def _branch(start: _Start, episode: Episode, answers: list[Any], branching: BranchingConfig) -> list[_Start]:
@@ -331,7 +333,7 @@ def _branch(start: _Start, episode: Episode, answers: list[Any], branching: Bran
             start,
             task=start.task.model_copy(update={"episode_id": f"{start.task.episode_id}-again{number}"}),
             seed=zlib.crc32(f"{start.seed}/again/{number}".encode()),
-            replay=answers[:place],
+            replay=answers[: place + 1],
             replayed=turn,
         )
         for number in range(branching.continuations)

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from string import ascii_lowercase
 from typing import Any
 
-_TOOL_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
-TOOL_CALL_OPEN = "<tool_call>"
-"""Where a tool call begins."""
+TOOL_CALL_OPEN, TOOL_CALL_CLOSE = "<tool_call>", "</tool_call>"
+"""Around a tool call."""
+_TOOL_CALL = re.compile(f"{TOOL_CALL_OPEN}(.*?){TOOL_CALL_CLOSE}", re.DOTALL)
 _CALLS = 2**12
 """Of one reply: more than fit into a completion."""
 
@@ -52,14 +52,16 @@ def parse_reply(
     calls: list[ToolCall] = []
 
     def take(match: re.Match[str]) -> str:
-        call = _tool_call(match.group(1), _call_id(speaker, place, len(calls)))
+        call = _tool_call(match.group(1).strip(), _call_id(speaker, place, len(calls)))
         if call is None:
             return match.group(0)
         calls.append(call)
         return ""
 
     if tools:
-        text = _TOOL_CALL.sub(take, text)
+        # What is opened after the last end has none, and is not looked at: a model may open thousands.
+        done, end, rest = text.rpartition(TOOL_CALL_CLOSE)
+        text = _TOOL_CALL.sub(take, done + end) + rest
     return Reply(text=text.strip(), thinking=thinking, tool_calls=calls)
 
 

@@ -437,7 +437,7 @@ def _environment(config: TunerConfig) -> Iterator[None]:
     own = [path for path in sys.path if path and not any(Path(path).is_relative_to(base) for base in installed)]
     inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*own, *filter(None, inherited)]))
-    if uses_own_service(config) and "TINKER_API_KEY" not in os.environ:
+    if uses_own_service(config) and not os.environ.get("TINKER_API_KEY"):
         os.environ["TINKER_API_KEY"] = f"tml-{secrets.token_urlsafe(24)}"
     try:
         yield
