@@ -722,6 +722,49 @@ def test_lora_sampling_sees_the_update(tiny_model_dir: Path) -> None:
     assert torch.allclose(layer(x), x @ layer_weight(layer, merged=True).T, atol=1e-5)
 
 
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_small_update_in_bfloat16_is_sampled(
+    compiled: bool, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Merged into weights of 8 bits, most of it would be rounded away."""
+    if not compiled:
+        monkeypatch.setattr(decoder, "native_kernels", lambda: None)
+    engine = EngineConfig(device="cpu", dtype="bfloat16")
+    lora = LoraConfig(rank=4, target_modules=["q_proj"])
+    loaded = load_model(TunerModelConfig(model_path=str(tiny_model_dir), max_model_len=256, lora=lora), engine)
+    sampler = Sampler(loaded, engine)
+    assert type(sampler._runner.decoder) is (NativeDecoder if compiled else FusedDecoder)
+    layer = loaded.model.get_decoder().layers[0].self_attn.q_proj
+    x = torch.linspace(0.5, 1.5, 200)[:, None].expand(200, 32).bfloat16()
+    outputs = layer.weight.shape[0]
+
+    def drawn_from() -> torch.Tensor:
+        return sampler._runner.decoder._layers[0].qkv(x)[..., :outputs].float()
+
+    before = drawn_from()
+    with torch.no_grad():
+        layer.lora_A["default"].weight.fill_(1.0)
+        layer.lora_B["default"].weight.fill_(3e-5 / (4 * layer.scaling["default"]))
+    sampler.weights_changed(1)
+    update = (x.float() @ torch.full((32, outputs), 3e-5)).flatten()
+
+    def share(shift: torch.Tensor) -> float:
+        return float(shift.flatten() @ update / (update @ update))
+
+    with torch.inference_mode():
+        learned_with = share(layer(x).float() - before)
+        assert share(drawn_from() - before) == pytest.approx(learned_with, abs=0.05)
+        merged = layer_weight(layer, merged=True).float() - layer_weight(layer, merged=False).float()
+        assert share(x.float() @ merged.T) < learned_with / 3
+
+
+def test_layers_that_adapters_cannot_have_are_refused(tiny_model_dir: Path) -> None:
+    with pytest.raises(ConfigError, match="names an embedding"):
+        load(tiny_model_dir, lora=LoraConfig(target_modules=["embed_tokens", "q_proj"]))
+    with pytest.raises(ConfigError, match="names the head"):
+        load(tiny_model_dir, lora=LoraConfig(target_modules=["lm_head", "q_proj"]), adapters=("a", "b"))
+
+
 def test_divergence_from_the_reference_grows_from_zero_and_holds_back(tiny_model_dir: Path) -> None:
     def drift(kl_coef: float) -> float:
         loaded = load(tiny_model_dir)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from agentscope_tuner.config import EngineConfig
 from agentscope_tuner.engine.attention import CausalLayout, KVCache, RowLayout, SlotLayout
-from agentscope_tuner.engine.models import LoadedModel, agree, layer_weight, low_rank_update
+from agentscope_tuner.engine.models import SHARED_ADAPTER, LoadedModel, agree, layer_weight, low_rank_update
 from agentscope_tuner.engine.native import Job, NativeKernels, SmallModel, weight_tiles
 from agentscope_tuner.engine.products import PlainProducts, Products, computes_wide, linears, products_for
 from agentscope_tuner.engine.trial import native_kernels
@@ -34,7 +34,7 @@ _SMALL_HEAD = 2**24
 
 CacheLayout = CausalLayout | SlotLayout | RowLayout
 Speakers = Sequence[tuple[str, int]]
-"""The adapter of each of the layout's groups of rows, and how many rows it has. Empty: no row has an adapter."""
+"""The adapter of each of the layout's groups of rows, and how many rows it has. Empty: no role has one of its own."""
 
 
 class Decoder(Protocol):
@@ -102,7 +102,7 @@ class _Linear:
         out = self._products.linear(x, self.weight, self.bias, self._outputs)
         if self._updates:
             row = 0
-            for adapter, rows in speakers:
+            for adapter, rows in speakers or [(SHARED_ADAPTER, len(x))]:
                 if adapter in self._updates:
                     down, up = self._updates[adapter]
                     out[row : row + rows] += F.linear(F.linear(x[row : row + rows], down), up)
@@ -174,10 +174,10 @@ class FusedDecoder:
         """Read the weights again."""
         base = self._loaded.model.get_decoder()
         self._embedding = base.embed_tokens.weight.detach()
-        adapters = (*self._loaded.adapters, *self._loaded.versions)
+        adapters = self._loaded.unmerged
         self._layers = [_Layer(block, adapters, self._layer_products()) for block in base.layers]
         self._norm = base.norm.weight.detach()
-        self._head = _Linear([self._loaded.head], (), self._products)
+        self._head = _Linear([self._loaded.head], adapters, self._products)
 
     def _layer_products(self) -> Products:
         return self._products
@@ -356,7 +356,7 @@ def choose_decoder(loaded: LoadedModel, rows: int, engine: EngineConfig) -> Deco
     speakers = loaded.adapters or ("",)
     expected = [_probe(modules, loaded, None, speaker) for speaker in speakers]
     kinds: list[type[FusedDecoder]] = [FusedDecoder if kernels is None else NativeDecoder]
-    if kernels is not None and not loaded.adapters and _layer_bytes(loaded) <= _SMALL_LAYER:
+    if kernels is not None and not loaded.unmerged and _layer_bytes(loaded) <= _SMALL_LAYER:
         kinds.insert(0, WholeDecoder)
     for kind, products in product(kinds, products_for(loaded, rows, kernels)):
         try:

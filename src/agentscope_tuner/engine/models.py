@@ -32,6 +32,8 @@ from agentscope_tuner.errors import ConfigError, ModelError
 TINY_AGENT = "tiny-agent"
 _CONTEXT = 2048
 """Tokens, for models that do not say."""
+SHARED_ADAPTER = "default"
+"""The adapter of all roles, where they share one."""
 ADAPTERS = "adapters"
 """Where a model's directory holds adapters, one folder each."""
 
@@ -60,6 +62,17 @@ class LoadedModel:
     def device(self) -> torch.device:
         """Where the weights are."""
         return self.model.device
+
+    @property
+    def unmerged(self) -> tuple[str, ...]:
+        """Adapters whose updates are computed beside the weights, as the learner does.
+
+        A shared one is merged into the weights that sample, but not in bfloat16, which would round most of a small
+        update away.
+        """
+        if self.lora is None or self.adapters:
+            return (*self.adapters, *self.versions)
+        return () if self.model.dtype == torch.float32 else (SHARED_ADAPTER,)
 
     @property
     def head(self) -> nn.Module:
@@ -203,8 +216,14 @@ def add_lora(loaded: LoadedModel, lora: LoraConfig, adapters: Sequence[str] = ()
         ConfigError: the form does not fit the model.
     """
     loaded.lora = lora
-    for name in adapters or ("default",):
+    for name in adapters or (SHARED_ADAPTER,):
         _inject(loaded, lora, name)
+    if any("lora_embedding_" in name for name, _ in loaded.model.named_parameters()):
+        raise ConfigError("`model.lora.target_modules` names an embedding; adapters are for linear layers, name these")
+    tied = loaded.model.config.get_text_config().tie_word_embeddings
+    if hasattr(loaded.head, "lora_A") and (adapters or tied):
+        why = "is the embedding as well" if tied else "all roles share (`roles.adapters: per_role`)"
+        raise ConfigError(f"`model.lora.target_modules` names the head, which {why}; leave it out")
     for name, parameter in loaded.model.named_parameters():
         parameter.requires_grad_("lora_" in name)
     loaded.adapters = tuple(adapters)
@@ -230,6 +249,8 @@ def _inject(loaded: LoadedModel, lora: LoraConfig, adapter: str) -> None:
         with warnings.catch_warnings():
             # Several adapters in one model are what is wanted.
             warnings.filterwarnings("ignore", message="Already found a `peft_config`")
+            # What is tied is refused.
+            warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings")
             inject_adapter_in_model(_peft_config(lora), loaded.model, adapter_name=adapter)
     except ValueError as exc:
         raise ConfigError(f"`model.lora` does not fit `{loaded.name}`: {exc}") from exc
