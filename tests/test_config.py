@@ -53,6 +53,12 @@ def test_file_then_code_then_command_line(tmp_path: Path) -> None:
     assert (config.algorithm.learning_rate, config.algorithm.batch_size) == (0.3, 3)
 
 
+def test_values_of_a_mapping_are_taken_as_they_are() -> None:
+    values = {"model.model_path": "a", "experiment_name": "007", "model.stop": ["\n", "a=b"], "model.lora": None}
+    config = load_config(overrides=values)
+    assert (config.experiment_name, config.model.stop, config.model.lora) == ("007", ["\n", "a=b"], None)
+
+
 def test_unknown_keys_name_the_nearest_known_one() -> None:
     refuse(
         "algorithm.lerning_rate=1", match="unknown key `algorithm.lerning_rate`; did you mean `algorithm.learning_rate`"

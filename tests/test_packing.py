@@ -73,3 +73,14 @@ def test_what_is_shared_is_shared_however_long_it_is() -> None:
 def test_beginnings_too_short_to_share_count_for_every_sequence() -> None:
     sequences = [[*range(23), 100 + i] for i in range(300)]
     assert max(len(tree.ids) for tree in pack(sequences, max_tokens=240)) == 240
+
+
+def test_no_tree_has_more_tokens_than_there_is_memory_for() -> None:
+    """One beginning that ends a little early makes all others run what comes after it again."""
+    sequences = [[*range(220), *range(1000 * i, 1000 * i + 10)] for i in range(1, 40)] + [[*range(200), 0]]
+    trees = pack(sequences, max_tokens=300, most_tokens=600)
+    assert max(len(tree.ids) for tree in trees) <= 600
+    assert sorted(member for tree in trees for member in tree.members) == list(range(40))
+    for tree in trees:
+        for member, where in zip(tree.members, tree.where, strict=True):
+            assert [tree.ids[at] for at in where] == sequences[member]

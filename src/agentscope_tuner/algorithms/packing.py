@@ -67,6 +67,7 @@ def pack(
     cut would run a shared beginning of n tokens again, a tree may have n and min(n, max_tokens) tokens more, up to
     `most_tokens`: so long sequences share what they have in common, and cuts fall where little is shared.
     """
+    bound = None if most_tokens is None else max(max_tokens, most_tokens)
     order = sorted(range(len(sequences)), key=lambda i: sequences[i])
     trees: list[PackedTree] = []
     batch: list[int] = []
@@ -76,18 +77,30 @@ def pack(
         overlap = common_prefix(sequences[batch[-1]], sequences[i]) if batch else 0
         saved = overlap if batch and (overlap >= min_shared or overlap == len(sequences[batch[-1]])) else 0
         limit = max_tokens + saved + min(saved, max_tokens)
-        if most_tokens is not None:
-            limit = min(limit, max(max_tokens, most_tokens))
+        if bound is not None:
+            limit = min(limit, bound)
         if batch and size + len(sequences[i]) - saved > limit:
-            trees.append(_build(sequences, batch, shared, min_shared))
+            trees += _fitting(sequences, batch, shared, min_shared, bound)
             batch, shared, size = [], [], 0
             overlap = saved = 0
         batch.append(i)
         shared.append(overlap)
         size += len(sequences[i]) - saved
     if batch:
-        trees.append(_build(sequences, batch, shared, min_shared))
+        trees += _fitting(sequences, batch, shared, min_shared, bound)
     return trees
+
+
+def _fitting(
+    sequences: Sequence[list[int]], batch: list[int], shared: list[int], min_shared: int, bound: int | None
+) -> list[PackedTree]:
+    """One tree, or several where it would have too many tokens: of what is shared, short ends are run again."""
+    tree = _build(sequences, batch, shared, min_shared)
+    if bound is None or len(tree.ids) <= bound or len(batch) == 1:
+        return [tree]
+    middle = len(batch) // 2
+    halves = (batch[:middle], shared[:middle]), (batch[middle:], [0, *shared[middle + 1 :]])
+    return [tree for half in halves for tree in _fitting(sequences, *half, min_shared, bound)]
 
 
 def _build(sequences: Sequence[list[int]], batch: list[int], shared: list[int], min_shared: int) -> PackedTree:

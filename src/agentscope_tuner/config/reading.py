@@ -52,11 +52,14 @@ def load_config(
                     k: v.model_dump(exclude_unset=True) if isinstance(v, BaseModel) else v for k, v in value.items()
                 }
             merged = OmegaConf.merge(merged, {key: plain})
-        dotted = [f"{k}={v}" for k, v in overrides.items()] if isinstance(overrides, Mapping) else list(overrides)
-        for item in dotted:
-            if not item.partition("=")[0] or "=" not in item:
-                raise ConfigError(f"override must have the form `key=value`, got `{item}`")
-        merged = OmegaConf.merge(merged, OmegaConf.from_dotlist(dotted))
+        if isinstance(overrides, Mapping):
+            for key, value in overrides.items():
+                OmegaConf.update(merged, key, value, force_add=True)
+        else:
+            for item in overrides:
+                if not item.partition("=")[0] or "=" not in item:
+                    raise ConfigError(f"override must have the form `key=value`, got `{item}`")
+            merged = OmegaConf.merge(merged, OmegaConf.from_dotlist(list(overrides)))
         content = OmegaConf.to_container(merged, resolve=True)
     except (OmegaConfBaseException, YAMLError) as exc:
         raise ConfigError(f"configuration cannot be resolved: {exc}") from exc
