@@ -236,6 +236,10 @@ def test_roles_with_adapters_learn_each_its_own(tiny_model_dir: Path, tmp_path: 
 
 def test_peft_loads_the_adapters_and_says_the_same(tiny_model_dir: Path, tmp_path: Path) -> None:
     result = tune(Duel, overrides=settings(tiny_model_dir, tmp_path))
+    with pytest.raises(ModelError, match="holds adapters of left, right, which would not be used"):
+        load(result.checkpoint)
+    with pytest.raises(ModelError, match=r"has an alpha of \d+, but `model.lora.alpha` is 7"):
+        load(result.checkpoint, lora=LORA.model_copy(update={"alpha": 7.0}), adapters=("left", "right"))
     loaded = load(result.checkpoint, lora=LORA, adapters=("left", "right"))
     ids = torch.arange(5, 25)[None]
     base = AutoModelForCausalLM.from_pretrained(result.checkpoint)

@@ -53,10 +53,19 @@ def test_file_then_code_then_command_line(tmp_path: Path) -> None:
     assert (config.algorithm.learning_rate, config.algorithm.batch_size) == (0.3, 3)
 
 
-def test_values_of_a_mapping_are_taken_as_they_are() -> None:
-    values = {"model.model_path": "a", "experiment_name": "007", "model.stop": ["\n", "a=b"], "model.lora": None}
+@pytest.mark.parametrize("turns", ["[]", "[-1]", "[1,-2]"])
+def test_branches_need_turns_that_there_can_be(turns: str) -> None:
+    refuse(f"algorithm.branching.turns={turns}", match="algorithm.branching.turns")
+
+
+def test_values_of_a_mapping_are_taken_as_they_are_and_texts_are_read() -> None:
+    values = {
+        "model.model_path": "a", "experiment_name": "e", "model.stop": ["\n", "a=b"], "model.lora": None,
+        "algorithm.adam_betas": "[0.5, 0.6]",
+    }  # fmt: skip
     config = load_config(overrides=values)
-    assert (config.experiment_name, config.model.stop, config.model.lora) == ("007", ["\n", "a=b"], None)
+    assert (config.model.stop, config.model.lora) == (["\n", "a=b"], None)
+    assert config.algorithm.adam_betas == (0.5, 0.6)
 
 
 def test_unknown_keys_name_the_nearest_known_one() -> None:

@@ -31,7 +31,8 @@ def load_config(
 
     Args:
         config_path: a YAML file of `TunerConfig`'s form; None starts empty.
-        overrides: `"algorithm.learning_rate=1e-5"` strings, or a mapping from such dotted keys to values.
+        overrides: `"algorithm.learning_rate=1e-5"` strings, or a mapping from such dotted keys to values; texts
+            among them are read as on the command line.
         blocks: top-level values given in code; of a config object only the fields that were set count.
         defaults: top-level values that apply where nothing else sets them.
 
@@ -54,12 +55,13 @@ def load_config(
             merged = OmegaConf.merge(merged, {key: plain})
         if isinstance(overrides, Mapping):
             for key, value in overrides.items():
-                OmegaConf.update(merged, key, value, force_add=True)
-        else:
-            for item in overrides:
-                if not item.partition("=")[0] or "=" not in item:
-                    raise ConfigError(f"override must have the form `key=value`, got `{item}`")
-            merged = OmegaConf.merge(merged, OmegaConf.from_dotlist(list(overrides)))
+                if not isinstance(value, str):
+                    OmegaConf.update(merged, key, value, force_add=True)
+            overrides = [f"{key}={value}" for key, value in overrides.items() if isinstance(value, str)]
+        for item in overrides:
+            if not item.partition("=")[0] or "=" not in item:
+                raise ConfigError(f"override must have the form `key=value`, got `{item}`")
+        merged = OmegaConf.merge(merged, OmegaConf.from_dotlist(list(overrides)))
         content = OmegaConf.to_container(merged, resolve=True)
     except (OmegaConfBaseException, YAMLError) as exc:
         raise ConfigError(f"configuration cannot be resolved: {exc}") from exc

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 BackendName = Literal["local", "trinity"]
 AlgorithmName = Literal["multi_step_grpo", "grpo"]
@@ -84,6 +84,13 @@ class BranchingConfig(_Config):
     """How often each is continued; the episode itself is one more."""
     turns: Literal["random"] | list[int] = "random"
     """Where: at a random turn, or at one of these, the first being 0."""
+
+    @field_validator("turns")
+    @classmethod
+    def _are_turns(cls, turns: str | list[int]) -> str | list[int]:
+        if isinstance(turns, list) and min(turns, default=-1) < 0:
+            raise ValueError(f"must be `random` or turns, the first being 0, got {turns}")
+        return turns
 
 
 class AlgorithmConfig(_Config):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -195,12 +196,17 @@ def load_model(config: TunerModelConfig, engine: EngineConfig, adapters: Sequenc
         end_of_turn_ids=_end_of_turn_ids(model.generation_config, tokenizer),
     )
     _check_architecture(loaded)
+    kept = Path(directory) / ADAPTERS
+    if kept.is_dir() and config.lora is None:
+        raise ModelError(
+            f"`{config.model_path}` holds adapters of {', '.join(sorted(path.name for path in kept.iterdir()))}, which "
+            "would not be used; set `model.lora` and `roles.adapters: per_role`, or give the model they were made for"
+        )
     if config.lora is not None:
         add_lora(loaded, config.lora, adapters)
         for adapter in adapters:
-            saved = Path(directory) / ADAPTERS / adapter
-            if saved.is_dir():
-                _load_adapter(loaded, adapter, saved)
+            if (kept / adapter).is_dir():
+                _load_adapter(loaded, adapter, kept / adapter)
     return loaded
 
 
@@ -252,7 +258,7 @@ def _inject(loaded: LoadedModel, lora: LoraConfig, adapter: str) -> None:
             # What is tied is refused.
             warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings")
             inject_adapter_in_model(_peft_config(lora), loaded.model, adapter_name=adapter)
-    except ValueError as exc:
+    except (ValueError, KeyError) as exc:  # a name with a dot is no module's
         raise ConfigError(f"`model.lora` does not fit `{loaded.name}`: {exc}") from exc
 
 
@@ -306,11 +312,17 @@ def save_adapter(loaded: LoadedModel, adapter: str, folder: Path) -> None:
 @torch.no_grad()
 def _load_adapter(loaded: LoadedModel, adapter: str, folder: Path) -> None:
     """Read what `save_adapter` wrote."""
+    assert loaded.lora is not None
     try:
+        alpha = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))["lora_alpha"]
+        if alpha != loaded.lora.alpha:
+            raise ModelError(
+                f"adapter `{folder}` has an alpha of {alpha:g}, but `model.lora.alpha` is {loaded.lora.alpha:g}"
+            )
         tensors = load_file(folder / "adapter_model.safetensors")
         for name, parameter in adapter_parameters(loaded, adapter).items():
             parameter.copy_(tensors.pop(f"base_model.model.{name}.weight"))
-    except (OSError, KeyError, RuntimeError, SafetensorError) as exc:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as exc:
         raise ModelError(f"adapter `{folder}` does not fit `model.lora`: {exc}") from exc
     if tensors:
         raise ModelError(f"adapter `{folder}` does not fit `model.lora`: it also holds `{next(iter(tensors))}`")
