@@ -90,6 +90,17 @@ def test_gradients_are_those_of_separate_policies(tiny_model_dir: Path) -> None:
     assert all(gradient.abs().max() > 0 for gradient in plain.values())
 
 
+def test_each_policy_has_the_mean_of_its_own_entropies(tiny_model_dir: Path) -> None:
+    loaded = with_adapters(tiny_model_dir)
+    calls = play(loaded, start(loaded), episodes=8, mixed_params=False, adapters={role: role for role in ROLES})
+    learner = learner_of(loaded, entropy_coef=0.5)
+    learner.accumulate([Datum(call, 0.0, 0.0, 0) for call in calls])
+    together = gradients(loaded)
+    for role in ROLES:
+        learner.accumulate([Datum(call, 0.0, 0.0, 0) for call in calls if call.role == role])
+    assert relative_difference(together, gradients(loaded)) < 1e-5
+
+
 def test_one_role_learns_and_the_rest_stays(tiny_model_dir: Path) -> None:
     loaded = with_adapters(tiny_model_dir)
     before = {name: tensor.clone() for name, tensor in loaded.model.state_dict().items()}

@@ -115,7 +115,7 @@ name: x
 model: {model_path: m}
 explorer:
   eval_interval: 7
-  auxiliary_models: [{name: judge, model_path: j, engine_num: 2}]
+  auxiliary_models: [{name: judge, model_path: j, engine_num: 2, enable_thinking: false, max_model_len: 512, dtype: x}]
 buffer:
   total_steps: 9
   total_epochs: 3
@@ -131,7 +131,9 @@ buffer:
     assert config.train_dataset.answer_column == "truth"
     assert (config.eval_dataset.path, config.eval_dataset.split) == ("tests", "test")
     assert config.algorithm.eval_interval_steps == 7
-    assert config.auxiliary_models["judge"].inference_engine_num == 2
+    judge = config.auxiliary_models["judge"]
+    assert (judge.model_path, judge.inference_engine_num) == ("j", 2)
+    assert (judge.enable_thinking, judge.max_model_len) == (False, 512)
 
 
 @pytest.mark.parametrize(

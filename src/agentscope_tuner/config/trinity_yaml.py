@@ -121,7 +121,7 @@ def read_trinity(content: Mapping[str, Any], backend: str) -> Reading:
         elif key == "buffer.explorer_input.eval_tasksets":
             _read_eval(value, settings, unused)
         elif key == "explorer.auxiliary_models":
-            _read_helpers(value, settings, on_cluster=on_cluster)
+            _read_helpers(value, settings, used, unused)
         elif key in _WITHOUT_EFFECT:
             expected = _WITHOUT_EFFECT[key]
             if expected is not None and value != expected:
@@ -179,14 +179,16 @@ def _read_eval(tasksets: Any, settings: dict[str, Any], unused: list[str]) -> No
         _read_taskset(key, value, settings, "eval_dataset", unused)
 
 
-def _read_helpers(models: Any, settings: dict[str, Any], *, on_cluster: bool) -> None:
+def _read_helpers(models: Any, settings: dict[str, Any], used: Mapping[str, str], unused: list[str]) -> None:
     for number, model in enumerate(models or ()):
         name = model.get("name") or str(number)
         target = settings.setdefault("auxiliary_models", {}).setdefault(name, {})
-        target["model_path"] = model["model_path"]
-        for theirs, ours in (("engine_num", "inference_engine_num"), ("tensor_parallel_size", "tensor_parallel_size")):
-            if on_cluster and theirs in model:
-                target[ours] = model[theirs]
+        for key, value in _leaves(model):
+            ours = used.get(f"model.{key}") or used.get(f"explorer.rollout_model.{key}")
+            if ours is None:
+                unused += [f"explorer.auxiliary_models: {key}"] if key != "name" else []
+            elif value is not None:
+                target[ours.removeprefix("model.")] = value
 
 
 def _leaves(content: Any, where: str = "") -> Iterator[tuple[str, Any]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -208,7 +208,9 @@ class Learner:
         lengths = torch.tensor([max(len(datum.call.completion_ids), _FEW) for datum in datums], device=device)
         parity = [self._parity(datum.call) for datum in datums]
         every_token = torch.tensor([strict for strict, _ in parity], device=device)
-        entropy_weight = algorithm.entropy_coef / sum(len(datum.call.completion_ids) for datum in datums)
+        trained = Counter[str]()
+        for datum in datums:
+            trained[datum.call.adapter] += len(datum.call.completion_ids)
         for tree, entries in pack_calls([datum.call for datum in datums], self._pass_tokens):
             column = columns.of(entries)
             reference_logprobs = None
@@ -233,7 +235,9 @@ class Learner:
                         logprobs, reference_logprobs[rows]
                     )
                 spread = entropies.sum()
-                loss = (per_token * column.weights[rows]).sum() - entropy_weight * spread
+                # Adapters are policies of their own, each with its own mean; so are the weights.
+                bonus = algorithm.entropy_coef / trained[entries.adapter] * spread
+                loss = (per_token * column.weights[rows]).sum() - bonus
                 loss.backward()
                 with torch.no_grad():
                     differences, calls = (logprobs - old).abs(), entries.call[rows].to(device)
@@ -406,6 +410,7 @@ def _chunks(n: int, vocabulary: int) -> Iterator[slice]:
 
 @contextmanager
 def _without_lora(loaded: LoadedModel) -> Iterator[None]:
+    trainable = loaded.trainable_parameters()
     layers: list[Any] = [module for module in loaded.model.modules() if hasattr(module, "enable_adapters")]
     for layer in layers:
         layer.enable_adapters(False)
@@ -415,4 +420,4 @@ def _without_lora(loaded: LoadedModel) -> Iterator[None]:
         for layer in layers:
             layer.enable_adapters(True)
         for name, parameter in loaded.model.named_parameters():
-            parameter.requires_grad_("lora_" in name)
+            parameter.requires_grad_(name in trainable)
