@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -24,7 +26,7 @@ from agentscope_tuner.config import (
     parse_config,
 )
 from agentscope_tuner.engine.learner import Learner
-from agentscope_tuner.engine.models import LoadedModel, adapter_parameters, drop_version, keep_version
+from agentscope_tuner.engine.models import LoadedModel, adapter_parameters, drop_version, keep_version, save_adapter
 from agentscope_tuner.errors import ConfigError, ModelError, RoleError
 from agentscope_tuner.opponents import OpponentPool, plain_cast
 from agentscope_tuner.reporting import read_episodes
@@ -35,9 +37,9 @@ ROLES = ("solver", "critic")
 LORA = LoraConfig(rank=4)
 
 
-def with_adapters(directory: Path) -> LoadedModel:
-    """Two adapters that say different things."""
-    loaded = load(directory, lora=LORA, adapters=ROLES)
+def with_adapters(directory: Path, roles: Sequence[str] = ROLES) -> LoadedModel:
+    """Adapters that say different things; without roles, one for all."""
+    loaded = load(directory, lora=LORA, adapters=roles)
     torch.manual_seed(1)
     with torch.no_grad():
         for parameter in loaded.trainable_parameters().values():
@@ -88,6 +90,37 @@ def test_gradients_are_those_of_separate_policies(tiny_model_dir: Path) -> None:
     plain = gradients(loaded)
     assert relative_difference(together, plain) < 1e-5
     assert all(gradient.abs().max() > 0 for gradient in plain.values())
+
+
+def test_the_reference_is_what_was_before_training_adapters_included(tiny_model_dir: Path, tmp_path: Path) -> None:
+    directory = shutil.copytree(tiny_model_dir, tmp_path / "model")
+    trained = with_adapters(tiny_model_dir)
+    for role in ROLES:
+        save_adapter(trained, role, directory / "adapters" / role)
+    loaded = load(directory, lora=LORA, adapters=ROLES)
+    calls = play(loaded, start(loaded), episodes=8, mixed_params=False, adapters={role: role for role in ROLES})
+    learner = learner_of(loaded, kl_coef=0.1, learning_rate=0.01)
+    before = learner.logprobs(calls)
+    datums = [Datum(call, 1.0 - 2 * (i % 2), 0.0, i) for i, call in enumerate(calls)]
+    learner.train([datums])
+    assert not torch.allclose(torch.cat(learner.logprobs(calls)), torch.cat(before), atol=1e-3)
+    assert torch.allclose(torch.cat(learner._reference_logprobs(datums)), torch.cat(before), atol=1e-5)
+
+
+@pytest.mark.parametrize("roles", [ROLES, ()])
+def test_the_reference_of_new_adapters_is_the_bare_model(roles: tuple[str, ...], tiny_model_dir: Path) -> None:
+    loaded, bare = with_adapters(tiny_model_dir, roles), load(tiny_model_dir)
+    calls = play(loaded, start(loaded), episodes=4, mixed_params=False, adapters={role: role for role in roles})
+    learner = learner_of(loaded, kl_coef=0.1)
+    datums = [Datum(call, 1.0, 0.0, 0) for call in calls]
+    names = set(loaded.trainable_parameters())
+    if roles:
+        keep_version(loaded, "solver", "solver@3")
+    found = learner._reference_logprobs(datums)
+    assert set(loaded.trainable_parameters()) == names
+    for call, ours in zip(calls, found, strict=True):
+        assert torch.allclose(ours, plain_logprobs(bare, call), atol=1e-4)
+    learner.train([datums])
 
 
 def test_each_policy_has_the_mean_of_its_own_entropies(tiny_model_dir: Path) -> None:

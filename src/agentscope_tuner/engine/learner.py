@@ -10,9 +10,8 @@ import copy
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -128,7 +127,7 @@ class Learner:
         self._max_tokens = max_tokens
         self.optimizer = Optimizer(loaded, betas=algorithm.adam_betas, weight_decay=algorithm.weight_decay)
         self._reference = None
-        if algorithm.kl_coef > 0 and loaded.lora is None:
+        if algorithm.kl_coef > 0 and (loaded.lora is None or loaded.was_adapted):
             self._reference = TreePass(copy.deepcopy(loaded), engine)
 
     # ---------------------------------------------------------------------------------------------- updates
@@ -306,7 +305,7 @@ class Learner:
             return None
         if self._reference is not None:
             return self._logprobs(self._reference, datums)
-        with _without_lora(self._loaded):
+        with self._loaded.without_adapters():
             return self._logprobs(self._pass, datums, bare=True)
 
     def _hidden(self, tree_pass: TreePass, tree: PackedTree, entries: Entries) -> Tensor:
@@ -406,18 +405,3 @@ def _chunks(n: int, vocabulary: int) -> Iterator[slice]:
     size = head_rows(vocabulary)
     for start in range(0, n, size):
         yield slice(start, min(n, start + size))
-
-
-@contextmanager
-def _without_lora(loaded: LoadedModel) -> Iterator[None]:
-    trainable = loaded.trainable_parameters()
-    layers: list[Any] = [module for module in loaded.model.modules() if hasattr(module, "enable_adapters")]
-    for layer in layers:
-        layer.enable_adapters(False)
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.enable_adapters(True)
-        for name, parameter in loaded.model.named_parameters():
-            parameter.requires_grad_(name in trainable)

@@ -58,6 +58,8 @@ class LoadedModel:
     """Adapters over shared weights, one per role. Empty: all roles speak with the same weights."""
     versions: tuple[str, ...] = ()
     """Frozen copies of adapters."""
+    was_adapted: bool = False
+    """Whether adapters were read, so that before training the model is not what it is without them."""
 
     @property
     def device(self) -> torch.device:
@@ -109,6 +111,20 @@ class LoadedModel:
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad_(name in trainable)
         yield
+
+    @contextmanager
+    def without_adapters(self) -> Iterator[None]:
+        """Inside, the modules compute with the bare weights."""
+        trainable, layers = self.trainable_parameters(), _lora_layers(self.model)
+        for layer in layers:
+            layer.enable_adapters(False)
+        try:
+            yield
+        finally:
+            for layer in layers:
+                layer.enable_adapters(True)
+            for name, parameter in self.model.named_parameters():
+                parameter.requires_grad_(name in trainable)
 
     def trainable_parameters(self) -> dict[str, nn.Parameter]:
         """The parameters that learn, by name; tied weights once."""
@@ -207,6 +223,7 @@ def load_model(config: TunerModelConfig, engine: EngineConfig, adapters: Sequenc
         for adapter in adapters:
             if (kept / adapter).is_dir():
                 _load_adapter(loaded, adapter, kept / adapter)
+                loaded.was_adapted = True
     return loaded
 
 
