@@ -664,6 +664,37 @@ def test_a_client_that_goes_away_takes_its_call_with_it(renderer: ChatRenderer, 
     assert episode.error.kind == "NoTrainedCallError"
 
 
+def test_choices_that_nobody_received_are_not_recorded(renderer: ChatRenderer) -> None:
+    class OneIsStuck(Stuck):
+        """Of the first request's choices one is never there."""
+
+        calls = 0
+
+        async def sample(self, prompt_ids: list[int], params: SamplingParams, **rest: Any) -> Sample:
+            self.calls += 1
+            if self.calls == 2:
+                return await super().sample(prompt_ids, params, **rest)
+            return await ScriptedPolicy.sample(self, prompt_ids, params, **rest)
+
+    policy = OneIsStuck(renderer)
+
+    async def work(model: ModelTuner) -> None:
+        endpoint = model.endpoint()
+        headers = {"Authorization": f"Bearer {endpoint.api_key}"}
+        async with httpx.AsyncClient(timeout=60, headers=headers) as client:
+            url, body = f"{endpoint.base_url}/chat/completions", {**FINE, "n": 3}
+            asking = asyncio.ensure_future(client.post(url, json=body))
+            while policy.calls < 3:
+                await asyncio.sleep(0.001)
+            asking.cancel()
+            while policy.cancelled < 1:
+                await asyncio.sleep(0.001)
+            assert len((await client.post(url, json=body)).json()["choices"]) == 3
+
+    episode = finish(policy, renderer, work)
+    assert len(episode.calls) == 3
+
+
 def test_a_client_that_goes_away_before_it_has_asked(renderer: ChatRenderer, caplog: pytest.LogCaptureFixture) -> None:
     async def work(model: ModelTuner) -> None:
         endpoint = model.endpoint()

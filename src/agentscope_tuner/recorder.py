@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from agentscope_tuner.chat import ChatRenderer, Conversation, Reply, parse_reply
+from agentscope_tuner.chat import ChatRenderer, Conversation, Prompt, Reply, parse_reply
 from agentscope_tuner.config import TunerModelConfig
 from agentscope_tuner.errors import ConfigError, EpisodeTimeoutError, ReplayError, RewardError, RoleError
 from agentscope_tuner.policy import Policy, Sample, SamplingParams
@@ -63,6 +63,16 @@ class Completion:
     def completion_tokens(self) -> int:
         """T."""
         return len(self.token_ids)
+
+
+class Drawn(NamedTuple):
+    """A call that is not recorded yet."""
+
+    place: int
+    """Of the answer, see `Recorder.ask`."""
+    prompt: Prompt
+    call: ModelCall
+    reply: Reply
 
 
 class Recorder:
@@ -246,7 +256,11 @@ class Recorder:
         finally:
             self.model.policy.resume_episode(self.episode_id)
 
-    async def complete(
+    async def complete(self, role: str, messages: Sequence[Mapping[str, Any]], **how: Any) -> Completion:
+        """Let the policy speak for a trained role, and record it; see `draw`."""
+        return self.record(await self.draw(role, messages, **how))
+
+    async def draw(
         self,
         role: str,
         messages: Sequence[Mapping[str, Any]],
@@ -256,8 +270,8 @@ class Recorder:
         options: Mapping[str, Any] | None = None,
         on_token: Callable[[int], None] | None = None,
         agent: str | None = None,
-    ) -> Completion:
-        """Let the policy speak for a trained role, and record it.
+    ) -> Drawn:
+        """Let the policy speak for a trained role. Whoever hears of it has to `record` it.
 
         Args:
             role: who speaks.
@@ -286,10 +300,6 @@ class Recorder:
                     prompt.ids, params, episode_id=self.episode_id, adapter=adapter, on_token=on_token
                 )
         text = self.text_of(sample.token_ids, params.stop)
-        if self._closed:
-            raise EpisodeTimeoutError(f"episode `{self.episode_id}` is over")
-        reply = self.reply_of(text, tools=bool(tools) and tool_choice != "none", place=place)
-        self._conversation.add(prompt, sample.token_ids, reply)
         call = ModelCall(
             role=role,
             messages=prompt.messages,
@@ -307,15 +317,28 @@ class Recorder:
             agent=agent or role,
             adapter=adapter,
         )
+        reply = self.reply_of(text, tools=bool(tools) and tool_choice != "none", place=place)
+        return Drawn(place, prompt, call, reply)
+
+    def record(self, drawn: Drawn) -> Completion:
+        """Keep what was drawn.
+
+        Raises:
+            EpisodeTimeoutError: the episode is over.
+        """
+        if self._closed:
+            raise EpisodeTimeoutError(f"episode `{self.episode_id}` is over")
+        call = drawn.call
+        self._conversation.add(drawn.prompt, call.completion_ids, drawn.reply)
         self.calls.append(call)
-        self.answers[place] = call
+        self.answers[drawn.place] = call
         return Completion(
-            reply=reply,
-            prompt_tokens=len(prompt.ids),
-            token_ids=sample.token_ids,
-            logprobs=sample.logprobs,
-            finish_reason=sample.finish_reason,
-            policy_version=sample.policy_version,
+            reply=drawn.reply,
+            prompt_tokens=len(call.prompt_ids),
+            token_ids=call.completion_ids,
+            logprobs=call.logprobs,
+            finish_reason=call.finish_reason,
+            policy_version=call.policy_version,
         )
 
     def _sample_again(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from os import PathLike
 from pathlib import Path
 from typing import Any, get_args
 
@@ -32,7 +33,7 @@ def load_config(
     Args:
         config_path: a YAML file of `TunerConfig`'s form; None starts empty.
         overrides: `"algorithm.learning_rate=1e-5"` strings, or a mapping from such dotted keys to values; texts
-            among them are read as on the command line.
+            and paths among them are read as on the command line.
         blocks: top-level values given in code; of a config object only the fields that were set count.
         defaults: top-level values that apply where nothing else sets them.
 
@@ -54,10 +55,11 @@ def load_config(
                 }
             merged = OmegaConf.merge(merged, {key: plain})
         if isinstance(overrides, Mapping):
+            texts = {key: value for key, value in overrides.items() if isinstance(value, str | PathLike)}
             for key, value in overrides.items():
-                if not isinstance(value, str):
+                if key not in texts:
                     OmegaConf.update(merged, key, value, force_add=True)
-            overrides = [f"{key}={value}" for key, value in overrides.items() if isinstance(value, str)]
+            overrides = [f"{key}={value}" for key, value in texts.items()]
         for item in overrides:
             if not item.partition("=")[0] or "=" not in item:
                 raise ConfigError(f"override must have the form `key=value`, got `{item}`")

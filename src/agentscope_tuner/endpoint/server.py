@@ -226,7 +226,7 @@ async def _complete(grant: _Grant, chat: ChatRequest, drawn: asyncio.Queue[tuple
         async with asyncio.TaskGroup() as group:
             choices = [
                 group.create_task(
-                    grant.recorder.complete(
+                    grant.recorder.draw(
                         grant.role,
                         chat.messages,
                         tools=chat.tools,
@@ -243,7 +243,8 @@ async def _complete(grant: _Grant, chat: ChatRequest, drawn: asyncio.Queue[tuple
     if any(choice.cancelled() for choice in choices):
         # Not by us: the policy drops what an ended episode still waits for.
         raise EpisodeTimeoutError(f"episode `{grant.recorder.episode_id}` is over")
-    return [choice.result() for choice in choices]
+    # None of them is recorded where the client has gone before all are there: it asks again.
+    return [grant.recorder.record(choice.result()) for choice in choices]
 
 
 async def _stream(
