@@ -6,7 +6,7 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from datetime import datetime
 from typing import Any
 
@@ -60,7 +60,7 @@ class RoleModel(ChatModelBase):
         Args:
             messages: as an OpenAI or DashScope formatter writes them.
             tools: JSON schemas the model may call.
-            tool_choice: `auto`, `none`, `required` or a tool's name; see `Recorder.complete`.
+            tool_choice: `auto`, `none`, `required` or a tool's name; see `Recorder.draw`.
             structured_model: answer with one call of a tool that takes this model's fields; the validated fields are
                 in the response's metadata, which is None when the model did not produce them.
             options: `temperature`, `top_p`, `top_k`, `max_tokens`, `stop` of this call.
@@ -75,10 +75,22 @@ class RoleModel(ChatModelBase):
         if self._stream:
             return self._streamed(messages, tools, tool_choice, structured_model, options)
         begun = time.perf_counter()
-        completion = await self._recorder.complete(
-            self._role, messages, tools=tools, tool_choice=tool_choice, options=options, agent=self._agent
-        )
+        completion = await self._complete(messages, tools, tool_choice, options)
         return _response(completion, structured_model, time.perf_counter() - begun)
+
+    async def _complete(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        tool_choice: str | None,
+        options: dict[str, Any],
+        on_token: Callable[[int], None] | None = None,
+    ) -> Completion:
+        drawn = await self._recorder.draw(
+            self._role, messages, tools=tools, tool_choice=tool_choice, options=options, on_token=on_token,
+            agent=self._agent,
+        )  # fmt: skip
+        return self._recorder.record(drawn)
 
     async def _ask_default(
         self, messages: list[dict[str, Any]], options: dict[str, Any]
@@ -127,17 +139,7 @@ class RoleModel(ChatModelBase):
     ) -> AsyncGenerator[ChatResponse, None]:
         begun = time.perf_counter()
         tokens: asyncio.Queue[int | None] = asyncio.Queue()
-        call = asyncio.ensure_future(
-            self._recorder.complete(
-                self._role,
-                messages,
-                tools=tools,
-                tool_choice=tool_choice,
-                options=options,
-                on_token=tokens.put_nowait,
-                agent=self._agent,
-            )
-        )
+        call = asyncio.ensure_future(self._complete(messages, tools, tool_choice, options, tokens.put_nowait))
         call.add_done_callback(lambda _: tokens.put_nowait(None))
         drawn: list[int] = []
         marks = (TOOL_CALL_OPEN, *self._recorder.stop_strings(options))

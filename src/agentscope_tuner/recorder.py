@@ -256,10 +256,6 @@ class Recorder:
         finally:
             self.model.policy.resume_episode(self.episode_id)
 
-    async def complete(self, role: str, messages: Sequence[Mapping[str, Any]], **how: Any) -> Completion:
-        """Let the policy speak for a trained role, and record it; see `draw`."""
-        return self.record(await self.draw(role, messages, **how))
-
     async def draw(
         self,
         role: str,

@@ -72,15 +72,11 @@ class WorkflowRunner:
     def __init__(self, workflow: Any) -> None:
         check_workflow(workflow)
         self._workflow = workflow
+        self.takes_auxiliary_models = _takes_auxiliary_models(workflow)
         target = workflow if isinstance(workflow, (type, Workflow)) else None
         fields = target() if isinstance(target, type) else target
         self.trainable_targets: list[str] | None = fields.trainable_targets if fields is not None else None
         self.name: str = (fields.name or type(fields).__name__) if fields is not None else _function_name(workflow)
-
-    @property
-    def takes_auxiliary_models(self) -> bool:
-        """Whether it is a function with a parameter for them."""
-        return _takes_auxiliary_models(self._workflow)
 
     async def run(
         self, task: WorkflowTask, model_tuner: ModelTuner, auxiliary_models: Mapping[str, Any]
@@ -104,11 +100,7 @@ class JudgeRunner:
     def __init__(self, judge: Any) -> None:
         check_judge(judge)
         self._judge = judge() if isinstance(judge, type) else judge
-
-    @property
-    def takes_auxiliary_models(self) -> bool:
-        """Whether it is a function with a parameter for them."""
-        return _takes_auxiliary_models(self._judge)
+        self.takes_auxiliary_models = _takes_auxiliary_models(judge)
 
     async def run(self, task: WorkflowTask, output: WorkflowOutput, auxiliary_models: Mapping[str, Any]) -> JudgeOutput:
         """Score one output.
@@ -125,6 +117,7 @@ class JudgeRunner:
 
 
 def _takes_auxiliary_models(one: Any) -> bool:
+    """Whether it is a function with a parameter for them."""
     return not isinstance(one, type | Workflow | Judge) and "auxiliary_models" in _free_parameters(one)
 
 

@@ -79,7 +79,7 @@ def write_reply(reply_text: str, calls: list[tuple[str, Mapping[str, Any]]]) -> 
     for name, arguments in calls:
         # JSON may write `/` as `\/`; so an argument that holds a closing tag does not close the call.
         body = json.dumps({"name": name, "arguments": dict(arguments)}, ensure_ascii=False).replace("</", "<\\/")
-        parts.append(f"<tool_call>\n{body}\n</tool_call>")
+        parts.append(f"{TOOL_CALL_OPEN}\n{body}\n{TOOL_CALL_CLOSE}")
     return "\n".join(parts)
 
 

@@ -102,27 +102,33 @@ class LoadedModel:
         if not self.adapters:
             yield
             return
-        trainable = self.trainable_parameters()
-        for layer in _lora_layers(self.model):
-            if adapter:
-                layer.set_adapter(adapter)
-            layer.enable_adapters(bool(adapter))
-        # peft freezes what is not active; what learns is our affair.
-        for name, parameter in self.model.named_parameters():
-            parameter.requires_grad_(name in trainable)
+        with self.learning_kept():
+            for layer in _lora_layers(self.model):
+                if adapter:
+                    layer.set_adapter(adapter)
+                layer.enable_adapters(bool(adapter))
         yield
 
     @contextmanager
     def without_adapters(self) -> Iterator[None]:
         """Inside, the modules compute with the bare weights."""
-        trainable, layers = self.trainable_parameters(), _lora_layers(self.model)
-        for layer in layers:
-            layer.enable_adapters(False)
+        layers = _lora_layers(self.model)
+        with self.learning_kept():
+            for layer in layers:
+                layer.enable_adapters(False)
+            try:
+                yield
+            finally:
+                for layer in layers:
+                    layer.enable_adapters(True)
+
+    @contextmanager
+    def learning_kept(self) -> Iterator[None]:
+        """After it, the same parameters learn as before: peft freezes what is not active, and thaws what is."""
+        trainable = self.trainable_parameters()
         try:
             yield
         finally:
-            for layer in layers:
-                layer.enable_adapters(True)
             for name, parameter in self.model.named_parameters():
                 parameter.requires_grad_(name in trainable)
 
@@ -293,13 +299,11 @@ def adapter_parameters(loaded: LoadedModel, adapter: str) -> dict[str, nn.Parame
 def keep_version(loaded: LoadedModel, adapter: str, version: str) -> None:
     """Add a frozen copy of an adapter under another name."""
     assert loaded.lora is not None
-    trainable = loaded.trainable_parameters()
-    _inject(loaded, loaded.lora, version)
+    with loaded.learning_kept():
+        _inject(loaded, loaded.lora, version)
     originals = adapter_parameters(loaded, adapter)
     for name, parameter in adapter_parameters(loaded, version).items():
         parameter.copy_(originals[name])
-    for name, parameter in loaded.model.named_parameters():
-        parameter.requires_grad_(name in trainable)
     loaded.versions = (*loaded.versions, version)
 
 
