@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -768,6 +769,28 @@ def test_earlier_turns_are_not_tokenized_again(chatml: str) -> None:
     tokenized.clear()
     renderer.encode(renderer.text([*history, user("the dog said so")], None))
     assert tokenized == ["user\nthe dog said so"]
+
+
+class Kind(StrEnum):
+    """How some frameworks write what a schema says."""
+
+    OBJECT = "object"
+
+
+def test_what_is_written_once_is_found_by_all_that_it_was_made_of(chatml: str) -> None:
+    renderer = ChatRenderer(merging_tokenizer(chatml))
+
+    def tool(default: Any, kind: str = "object") -> dict[str, Any]:
+        parameters = {"type": kind, "properties": {"n": {"default": default}}}
+        return {"type": "function", "function": {"name": "f", "parameters": parameters}}
+
+    defaults = [1, True, 1.0, "1", None, [1], {"1": 1}]
+    texts = [renderer.text([user("hi")], [tool(default)]) for default in defaults]
+    assert len(set(texts)) == len(defaults)
+    before = renderer.text_of.cache_info().misses
+    assert [renderer.text([user("hi")], [tool(json.loads(json.dumps(default)))]) for default in defaults] == texts
+    assert renderer.text([user("hi")], [tool(1, Kind.OBJECT)]) == texts[0]
+    assert renderer.text_of.cache_info().misses == before
 
 
 def test_a_tokenizer_without_a_template_is_refused(chatml: str) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import marshal
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -27,13 +28,24 @@ if TYPE_CHECKING:
 
 Message = dict[str, Any]
 
-_Key = tuple[str, ...]
+_Key = tuple[str | bytes, ...]
 
 _SENTINEL = "\ue000reply\ue001"
 """Stands for a recorded reply while the rest is rendered; private-use characters, so no template touches it."""
 
 
 _sorted_json = json.JSONEncoder(sort_keys=True).encode
+
+_PLAIN_FORMAT = 2
+"""Of `marshal`: the last one that writes equal values alike, whatever parts they share."""
+
+
+def _freeze(value: Any) -> bytes:
+    """What a template is given, as a key for what it writes, in a fifth of the time that JSON takes."""
+    try:
+        return marshal.dumps(value, _PLAIN_FORMAT)
+    except ValueError:  # strings of a class of their own, and the like
+        return marshal.dumps(json.loads(json.dumps(value)), _PLAIN_FORMAT)
 
 
 class ChatRenderer:
@@ -63,19 +75,19 @@ class ChatRenderer:
         self._marks = self._independent_marks()
         # A prompt, which the episodes of a group begin with, or a piece of one.
         self._encode = lru_cache(maxsize=4096 if self._marks else 512)(self._tokenize)
-        self.text_of_json = lru_cache(maxsize=1024)(self._apply_template)
-        """`text`, of messages and tools as JSON."""
+        self.text_of = lru_cache(maxsize=1024)(self._apply_template)
+        """`text`, of frozen messages and tools."""
         self.token_text = lru_cache(maxsize=1024)(self._decode_one)
         """`decode`, of a single token."""
 
     def text(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> str:
         """The prompt as the template writes it, ready for the assistant's turn."""
-        return self.text_of_json(json.dumps([*messages]), json.dumps([*tools]) if tools else "null")
+        return self.text_of(_freeze([*messages]), _freeze([*tools] if tools else None))
 
-    def _apply_template(self, messages: str, tools: str) -> str:
+    def _apply_template(self, messages: bytes, tools: bytes) -> str:
         rendered = self.tokenizer.apply_chat_template(
-            json.loads(messages),
-            tools=json.loads(tools),
+            marshal.loads(messages),
+            tools=marshal.loads(tools),
             tokenize=False,
             add_generation_prompt=True,
             **self._options,
@@ -93,8 +105,11 @@ class ChatRenderer:
             return list(self._encode(text))
         # Between two special tokens there is a message, or a part of one, that was probably seen before: a system
         # prompt, tools, an earlier turn.
-        pieces = self._marks.split(text)
-        return list(itertools.chain.from_iterable(self._encode(piece) for piece in pieces if piece))
+        ids: list[int] = []
+        for piece in self._marks.split(text):
+            if piece:
+                ids += self._encode(piece)
+        return ids
 
     def _independent_marks(self) -> re.Pattern[str] | None:
         """What splits a text into pieces, and is one, such that each is tokenized as if it stood alone.
@@ -162,14 +177,14 @@ class Prompt:
     extends: int | None
     """The recorded call whose prompt and completion ids begin `ids`."""
     renderer: ChatRenderer
-    tools_json: str
+    frozen_tools: bytes
     _text: str = ""
 
     @property
     def text(self) -> str:
         """What the template writes for these messages; `ids` may spell recorded replies differently."""
         if not self._text:
-            self._text = self.renderer.text_of_json(json.dumps(self.messages), self.tools_json)
+            self._text = self.renderer.text_of(_freeze(self.messages), self.frozen_tools)
         return self._text
 
 
@@ -201,18 +216,18 @@ class Conversation:
         """
         plain = [plain_message(message) for message in messages]
         schema = [dict(tool) for tool in tools] if tools else None
-        tools_json = json.dumps(schema)
-        node = self._step(0, (tools_json,))
+        frozen_tools = _freeze(schema)
+        node = self._step(0, (frozen_tools,))
         recorded: list[tuple[int, int]] = []  # (index of the reply among the messages, call)
         for i, message in enumerate(plain):
             node = self._step(node, _key(message))
             if node in self._call_at:
                 recorded.append((i, self._call_at[node]))
         for position, call in reversed(recorded):
-            ids = self._extend(call, position, plain, tools_json)
+            ids = self._extend(call, position, plain, frozen_tools)
             if ids is not None:
-                return Prompt(ids, plain, schema, node, call, self._renderer, tools_json)
-        prompt = Prompt([], plain, schema, node, None, self._renderer, tools_json)
+                return Prompt(ids, plain, schema, node, call, self._renderer, frozen_tools)
+        prompt = Prompt([], plain, schema, node, None, self._renderer, frozen_tools)
         prompt.ids = self._renderer.encode(prompt.text)
         return prompt
 
@@ -228,14 +243,14 @@ class Conversation:
     def _step(self, node: int, key: _Key) -> int:
         return self._nodes.setdefault((node, key), len(self._nodes) + 1)
 
-    def _extend(self, call: int, position: int, messages: list[Message], tools_json: str) -> list[int] | None:
+    def _extend(self, call: int, position: int, messages: list[Message], frozen_tools: bytes) -> list[int] | None:
         """Ids of `messages` that begin with a recorded call's; None when the template would write another beginning."""
         recorded = self._calls[call]
         if recorded.has_thinking:
             return None  # Agents do not send thinking back, so at inference time the model would not see it.
         marked = [*messages[:position], {"role": "assistant", "content": _SENTINEL}, *messages[position + 1 :]]
         try:
-            before, found, after = self._renderer.text_of_json(json.dumps(marked), tools_json).partition(_SENTINEL)
+            before, found, after = self._renderer.text_of(_freeze(marked), frozen_tools).partition(_SENTINEL)
         except (TemplateError, ValueError):  # a template that insists on the call its tool messages answer
             return None
         # Some templates write white space around a reply; what counts is what was sampled.
