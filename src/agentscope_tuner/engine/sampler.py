@@ -40,6 +40,8 @@ _EARLY, _EARLY_SHARE = 16, 4
 """With so many waiting requests, if they are this fraction (one over it) of the open episodes, a small model begins."""
 _STEPS = 8
 """So many steps of a small model are taken at once, where nobody can come or go in between."""
+_ACTING = 8
+"""So many agents act about as long as a step of a small model takes; while more of them do, more steps are taken."""
 
 
 _NO_SLOT = Slot(-1)
@@ -425,8 +427,10 @@ class Sampler:
         for request in complete:
             completions.add(request)
         if draws:
-            # Whoever acts now, or waits to share what this step computes, takes part in the one after it.
-            steps = 1 if self._away or self._over or self._prefilling or self._may_admit else _STEPS
+            # Whoever acts now, or waits to share what these steps compute, takes part in those after them.
+            acting = len(self._away) + len(self._over)
+            awaited = acting or self._prefilling or self._may_admit
+            steps = min(_STEPS, 1 + acting // _ACTING) if awaited else _STEPS
             lines = completions.lines(plan, guesses, steps)
             copies, self._copies = self._copies, []
             job = self._runner.decode(lines, copies, self._slots.trunks)
