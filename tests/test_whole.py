@@ -10,15 +10,17 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from engine_tools import greedy, load, plain_logprobs, play, start
 
 from agentscope_tuner.engine import decoder, native
-from agentscope_tuner.engine.completions import Request
+from agentscope_tuner.engine import sampler as sampling
+from agentscope_tuner.engine.completions import Lines, Request
 from agentscope_tuner.engine.decoder import WholeDecoder
-from agentscope_tuner.engine.native import Job, NativeKernels
+from agentscope_tuner.engine.native import Job, NativeKernels, Outcome
 from agentscope_tuner.engine.sampler import _NO_SLOT, Sampler
 from agentscope_tuner.engine.slots import Slot
 from agentscope_tuner.policy import Sample, SamplingParams
@@ -120,6 +122,29 @@ def test_agents_act_while_others_are_computed(sampler: Sampler, monkeypatch: pyt
     asyncio.run(everybody())
     during = [before == "begin" for before, note in itertools.pairwise(notes) if note == "act"]
     assert during[:3] == [True] * 3
+
+
+@pytest.mark.parametrize(("acting", "steps"), [(3, 1), (24, 4), (80, 8)])
+def test_the_more_agents_act_the_more_is_computed_meanwhile(
+    acting: int, steps: int, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampling, "_EARLY", 1000)
+    sampler = start(load(tiny_model_dir), max_slots=acting + 1)
+    taken: list[int] = []
+    decode = sampler._runner.decode
+
+    def noting(lines: Lines, *rest: Any) -> Job[Outcome]:
+        taken.append(lines.steps)
+        return decode(lines, *rest)
+
+    monkeypatch.setattr(sampler._runner, "decode", noting)
+
+    async def everybody() -> None:
+        brief = (sampler.sample([9 + n, 5], SamplingParams(max_tokens=1), episode_id=f"{n}") for n in range(acting))
+        await asyncio.gather(_complete(sampler, "goes on", 30), *brief)
+
+    asyncio.run(everybody())
+    assert taken[1:3] == [steps, 8]  # in the first one, all took part
 
 
 def test_a_large_head_is_multiplied_once_for_all(
