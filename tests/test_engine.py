@@ -32,9 +32,9 @@ from agentscope_tuner.algorithms.distributions import draw_tokens
 from agentscope_tuner.algorithms.losses import policy_loss
 from agentscope_tuner.config import AlgorithmConfig, EngineConfig, LoraConfig, TunerModelConfig
 from agentscope_tuner.engine import completions, decoder, model_runner, products
-from agentscope_tuner.engine.attention import KVCache, PrefixStack, SlotGroup, SlotLayout
+from agentscope_tuner.engine.attention import KVCache, PrefixStack, SlotGroup, SlotLayout, SlotRows
 from agentscope_tuner.engine.completions import _Streams
-from agentscope_tuner.engine.decoder import FusedDecoder, ModuleDecoder, NativeDecoder, WholeDecoder
+from agentscope_tuner.engine.decoder import FusedDecoder, ModuleDecoder, NativeDecoder, WholeDecoder, rms_norm
 from agentscope_tuner.engine.learner import Learner
 from agentscope_tuner.engine.models import layer_weight, load_model
 from agentscope_tuner.engine.native import NativeKernels
@@ -87,6 +87,17 @@ def test_padded_rows_see_their_prefix_in_place_or_as_a_copy(
         assert gap < 1e-4
 
 
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+def test_a_norm_of_the_fused_loop_is_pytorch_s(dtype: torch.dtype, tolerance: float) -> None:
+    torch.manual_seed(0)
+    x, weight = (3 * torch.randn(5, 7, 192)).to(dtype), torch.randn(192).to(dtype)
+    x[0, 0] = 0
+    normed = rms_norm(x, weight, 1e-6)
+    assert normed.dtype == dtype
+    expected = torch.nn.functional.rms_norm(x.double(), (192,), weight.double(), 1e-6)
+    assert torch.allclose(normed.double(), expected, rtol=tolerance, atol=tolerance)
+
+
 @pytest.mark.parametrize("new", [1, 3])
 @pytest.mark.parametrize(
     ("slots", "prefixes"),
@@ -113,7 +124,8 @@ def test_rows_attended_together_see_what_each_sees_alone(
     counts = [new - row % 2 if new > 1 else 1 for row in range(len(slots))]
     q = torch.randn(len(slots), heads, new, head_dim)
     k, v = torch.randn(2, len(slots), kv_heads, new, head_dim)
-    group = SlotGroup(slots, starts, counts, new, cache, stack if prefixes else None, prefixes or [])
+    rows = SlotRows(slots, cache, stack if prefixes else None, prefixes or [])
+    group = SlotGroup(rows, np.array(starts), np.array(counts), new, cache)
     out = SlotLayout(cache, [group]).attend(0, q, k, v, 0.5)
     for row, (slot, first, count) in enumerate(zip(slots, starts, counts, strict=True)):
         keys, values = cache.keys[0][slot, :, : first + count], cache.values[0][slot, :, : first + count]

@@ -314,66 +314,83 @@ class SharedPrefixes:
         return x if self._gather_by is None else x[self._gather_by]
 
 
-class SlotGroup:
-    """Rows of a batch that are attended together, in the order of their slots."""
+class SlotRows:
+    """Rows of a batch that are attended together, in the order of their slots: what stays while the same ones go on."""
 
     def __init__(
-        self,
-        slots: Sequence[int],
-        starts: Sequence[int],
-        counts: Sequence[int],
-        new: int,
-        cache: KVCache,
-        stack: PrefixStack | None,
-        of_row: Sequence[int],
+        self, slots: Sequence[int], cache: KVCache, stack: PrefixStack | None = None, of_row: Sequence[int] = ()
     ) -> None:
-        """Prepare indices and masks.
+        """Prepare indices.
 
         Args:
             slots: of each row, ascending.
-            starts: each row's place for its first new token, in its slot.
-            counts: how many new tokens each row has; it is padded to `new`.
-            new: tokens per row.
             cache: holds the sequences.
             stack: what the rows' sequences begin with, or None: nothing that is not in their slots.
             of_row: which of the prefixes of the stack each row's sequence begins with; unused without a stack.
         """
-        device, capacity = cache.keys[0].device, cache.capacity
+        self.slots = slots
         self.stack = stack
         self.of_row = of_row
-        self.rows = len(slots)
-        self.spans = list(zip(slots, starts, counts, strict=True))
-        """Each row's slot, how many own tokens it has, and how many come new."""
-        self.slots = torch.tensor(slots, device=device)
-        # (B, N); padding at the end of the context would run out of the slot. What it overwrites there is not read:
-        # a row that is padded has fewer tokens than that.
-        self.own = (torch.tensor(starts, device=device)[:, None] + torch.arange(new, device=device)).clamp_(
-            max=capacity - 1
-        )
-        self.keys = min(max(starts) + new, capacity)
+        self.index = torch.tensor(slots, device=cache.keys[0].device)
         between = slots[-1] - slots[0] + 1
         # A view of slots that lie close together is read as it is, and the results of those that are no rows are
         # dropped; others have to be gathered.
-        view = between <= MOST_PADDING * self.rows
-        self.by_row = device.type == "cpu" and (not view or new > 1) and cache.token_size * self.keys > _BY_ROW
-        if self.by_row:
-            return
+        self.is_view = between <= MOST_PADDING * len(slots)
+        self.read: slice | Tensor = slice(slots[0], slots[-1] + 1) if self.is_view else self.index
+        self.slots_read = between if self.is_view else len(slots)
         self.place: Tensor | None = None
         """(B,) of each row among the slots that are read, where these are more."""
-        self.read: slice | Tensor = slice(slots[0], slots[-1] + 1) if view else self.slots
+        if self.slots_read > len(slots):
+            self.place = self.index - slots[0]
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    @cached_property
+    def shared(self) -> SharedPrefixes | None:
+        """The prefixes of all slots that are read."""
+        if self.stack is None:
+            return None
+        numbers = np.full(self.slots_read, -1)
+        numbers[np.array(self.slots) - self.slots[0] if self.is_view else slice(None)] = self.of_row
+        return SharedPrefixes(self.stack, numbers)
+
+
+class SlotGroup:
+    """Rows that are attended together, and the new tokens of each."""
+
+    def __init__(self, rows: SlotRows, starts: np.ndarray, counts: np.ndarray, new: int, cache: KVCache) -> None:
+        """Prepare masks.
+
+        Args:
+            rows: B of them.
+            starts: (B,) each row's place for its first new token, in its slot.
+            counts: (B,) how many new tokens each row has; it is padded to `new`.
+            new: tokens per row.
+            cache: holds the sequences.
+        """
+        device, capacity = cache.keys[0].device, cache.capacity
+        self.rows = rows
+        self.starts = starts
+        self.counts = counts
+        # (B, N); padding at the end of the context would run out of the slot. What it overwrites there is not read:
+        # a row that is padded has fewer tokens than that.
+        self.own = (torch.from_numpy(starts).to(device)[:, None] + torch.arange(new, device=device)).clamp_(
+            max=capacity - 1
+        )
+        self.keys = min(int(starts.max()) + new, capacity)
+        self.by_row = device.type == "cpu" and (not rows.is_view or new > 1) and cache.token_size * self.keys > _BY_ROW
+        if self.by_row:
+            return
         last = self.own
-        if view and between > self.rows:
-            self.place = self.slots - slots[0]
-            last = last.new_zeros(between, new)
-            last[self.place] = self.own
+        if rows.place is not None:
+            last = last.new_zeros(rows.slots_read, new)
+            last[rows.place] = self.own
         visible = torch.arange(self.keys, device=device) <= last[:, :, None]
-        self.shared = None
-        if stack is not None:
-            numbers = np.full(len(last), -1)
-            numbers[np.array(slots) - slots[0] if view else slice(None)] = of_row
-            self.shared = SharedPrefixes(stack, numbers)
-            visible = torch.cat([self.shared.visible[:, None].expand(-1, new, -1), visible], -1)
-        self.mask = torch.zeros(visible.shape, device=device).masked_fill_(~visible, MASKED)[:, None, None]
+        if rows.shared is not None:
+            visible = torch.cat([rows.shared.visible[:, None].expand(-1, new, -1), visible], -1)
+        empty = torch.zeros(visible.shape, dtype=cache.keys[0].dtype, device=device)
+        self.mask = empty.masked_fill_(~visible, MASKED)[:, None, None]
 
 
 class SlotLayout:
@@ -385,7 +402,7 @@ class SlotLayout:
 
     def rows(self, rows: slice) -> SlotLayout:
         """Some of the rows, which are those of whole groups."""
-        ends = [*itertools.accumulate(group.rows for group in self.groups)]
+        ends = [*itertools.accumulate(len(group.rows) for group in self.groups)]
         groups = [group for group, end in zip(self.groups, ends, strict=True) if rows.start < end <= rows.stop]
         return SlotLayout(self.cache, groups)
 
@@ -394,9 +411,9 @@ class SlotLayout:
         q = q * scaling
         outs, first = [], 0
         for group in self.groups:
-            rows = slice(first, first + group.rows)
+            rows = slice(first, first + len(group.rows))
             outs.append(self._attend_group(layer, group, q[rows], k[rows], v[rows]))
-            first += group.rows
+            first = rows.stop
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
     def _attend_group(self, layer: int, group: SlotGroup, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -404,26 +421,28 @@ class SlotLayout:
         kv = k.shape[1]
         g = h // kv
         keys, values = self.cache.keys[layer], self.cache.values[layer]
-        where = (group.slots[:, None], slice(None), group.own)
+        rows = group.rows
+        where = (rows.index[:, None], slice(None), group.own)
         keys[where] = k.transpose(1, 2)
         values[where] = v.transpose(1, 2)
         if group.by_row:
             return self._attend_rows(layer, group, q)
-        own_keys, own_values = keys[group.read, :, : group.keys], values[group.read, :, : group.keys]  # (B, K, T, d)
-        if group.place is not None:
-            q = q.new_zeros(len(own_keys), h, n, d).index_copy_(0, group.place, q)
+        own_keys, own_values = keys[rows.read, :, : group.keys], values[rows.read, :, : group.keys]  # (B, K, T, d)
+        if rows.place is not None:
+            q = q.new_zeros(len(own_keys), h, n, d).index_copy_(0, rows.place, q)
         q = q.reshape(-1, kv, g * n, d)
         scores = q @ own_keys.transpose(2, 3)
-        if group.shared is not None:
-            scores = torch.cat([group.shared.scores(layer, q), scores], -1)
-        weights = softmax((scores.unflatten(2, (g, n)) + group.mask).flatten(2, 3), v)
-        if group.shared is None:
+        if (shared := rows.shared) is not None:
+            scores = torch.cat([shared.scores(layer, q), scores], -1)
+        scores.unflatten(2, (g, n)).add_(group.mask)
+        weights = softmax(scores, v)
+        if shared is None:
             out = weights @ own_values
         else:
             of_prefix, own = weights.split([weights.shape[-1] - group.keys, group.keys], -1)
-            out = group.shared.sums(layer, of_prefix) + own @ own_values
+            out = shared.sums(layer, of_prefix) + own @ own_values
         out = out.reshape(-1, h, n, d).transpose(1, 2)
-        return out if group.place is None else out[group.place]
+        return out if rows.place is None else out[rows.place]
 
     def _attend_rows(self, layer: int, group: SlotGroup, q: Tensor) -> Tensor:
         """The same for long sequences: one after the other, reading keys and values where they are."""
@@ -431,13 +450,15 @@ class SlotLayout:
         kv = keys.shape[1]
         q = q.unflatten(1, (kv, -1))  # (B, K, G, N, d)
         out = torch.zeros_like(q)
-        for row, (slot, start, count) in enumerate(group.spans):
+        stack, of_row = group.rows.stack, group.rows.of_row
+        spans = zip(group.rows.slots, group.starts.tolist(), group.counts.tolist(), strict=True)
+        for row, (slot, start, count) in enumerate(spans):
             for first in range(0, count, CHUNK):
                 n = min(CHUNK, count - first)
                 own = start + first + n
                 pieces = [(keys[slot, :, :own], values[slot, :, :own])]
-                if group.stack is not None:
-                    pieces.insert(0, group.stack.prefixes[group.of_row[row]].layers[layer])
+                if stack is not None:
+                    pieces.insert(0, stack.prefixes[of_row[row]].layers[layer])
                 chunk = q[row, :, :, first : first + n]
                 scores = [chunk.flatten(1, 2) @ k.transpose(1, 2) for k, _ in pieces]
                 if n > 1:

@@ -154,6 +154,17 @@ def rotary_table(loaded: LoadedModel) -> tuple[Tensor, Tensor]:
     return cosines[0].contiguous(), sines[0].contiguous()
 
 
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension, computed in float32."""
+    if x.device.type != "cpu":
+        return F.rms_norm(x, weight.shape, weight, eps)
+    # There PyTorch's own makes a copy of x for every operation: of a prompt, it takes several times as long.
+    scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+    scale.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    normed: Tensor = (x * scale).mul_(weight).to(x.dtype)
+    return normed
+
+
 class FusedDecoder:
     """A hand-written forward pass for `FUSED_FAMILIES`."""
 
@@ -194,21 +205,21 @@ class FusedDecoder:
         b, n = ids.shape
         heads, kv, d = self._heads, self._kv_heads, self._head_dim
         x = F.embedding(ids, self._embedding)
-        width = x.shape[-1]
         cos, sin = self._cos[positions][:, :, None], self._sin[positions][:, :, None]
         for index, layer in enumerate(self._layers):
-            normed = F.rms_norm(x, (width,), layer.norm_in, self._eps)
+            normed = rms_norm(x, layer.norm_in, self._eps)
             joined = layer.qkv(normed, speakers).view(b, n, heads + 2 * kv, d)
-            q, k, v = joined.split([heads, kv, kv], 2)
+            qk, v = joined.split([heads + kv, kv], 2)
             if layer.norms is not None:
-                q, k = (F.rms_norm(x, (d,), norm, self._eps) for x, norm in zip((q, k), layer.norms, strict=True))
-            q, k = self._rotate(q, cos, sin), self._rotate(k, cos, sin)
+                parts = zip(qk.split([heads, kv], 2), layer.norms, strict=True)
+                qk = torch.cat([rms_norm(part, norm, self._eps) for part, norm in parts], 2)
+            q, k = self._rotate(qk, cos, sin).split([heads, kv], 2)
             attended = layout.attend(index, q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), layer.scaling)
             x = x + layer.out(attended.reshape(b, n, heads * d), speakers)
-            normed = F.rms_norm(x, (width,), layer.norm_mid, self._eps)
+            normed = rms_norm(x, layer.norm_mid, self._eps)
             gate, up = layer.gate_up(normed, speakers).chunk(2, -1)
             x = x + layer.down(F.silu(gate) * up, speakers)
-        return F.rms_norm(x, (width,), self._norm, self._eps)
+        return rms_norm(x, self._norm, self._eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(B, D) to (B, V)."""

@@ -11,6 +11,7 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -19,12 +20,20 @@ from torch import Tensor
 
 from agentscope_tuner.algorithms.distributions import draw_tokens
 from agentscope_tuner.config import EngineConfig
-from agentscope_tuner.engine.attention import MOST_PADDING, KVCache, PrefixStack, RowLayout, SlotGroup, SlotLayout
-from agentscope_tuner.engine.completions import Drawing, Lines, Work
+from agentscope_tuner.engine.attention import (
+    MOST_PADDING,
+    KVCache,
+    PrefixStack,
+    RowLayout,
+    SlotGroup,
+    SlotLayout,
+    SlotRows,
+)
+from agentscope_tuner.engine.completions import Drawing, Lines, Work, count_up
 from agentscope_tuner.engine.decoder import Decoder, WholeDecoder, cache_shape, choose_decoder, kernels_for
 from agentscope_tuner.engine.models import LoadedModel
 from agentscope_tuner.engine.native import Job, Outcome
-from agentscope_tuner.engine.slots import Slot, Trunk
+from agentscope_tuner.engine.slots import Lineup, Slot, Trunk
 from agentscope_tuner.errors import ConfigError
 
 _SCORE_ELEMENTS = 2**26
@@ -42,36 +51,37 @@ _BESIDE_DECODING = 512
 """Prompt tokens computed in a step in which others draw, so that it does not hold them up for long."""
 
 
-class _Span(NamedTuple):
-    """The tokens of one slot."""
+class _Arrangement(NamedTuple):
+    """How the rows of a lineup are run where they are padded: the same for as long as the same sequences go on."""
 
-    slot: Slot
-    first: int
-    """The place of the first one in the slot."""
-    ids: list[int]
+    order: np.ndarray
+    """(B,) The lineup's rows, those that are attended together as neighbours."""
+    together: list[SlotRows]
+    speakers: list[tuple[str, int]]
+    """The adapter of each of these groups, and how many rows it has."""
 
 
-def _attended_together(spans: Sequence[_Span], most_tokens: int) -> list[list[_Span]]:
-    """Groups of one adapter's rows, in the order of their slots.
+def _attended_together(slots: Iterable[Slot], most_tokens: int) -> list[list[Slot]]:
+    """Groups of one adapter's slots, each in the order of the cache.
 
-    Rows without a trunk are one group; all others are, where their trunks have no more than so many tokens and neither
+    Those without a trunk are one group; all others are, where their trunks have no more than so many tokens and neither
     trunks nor slots are padded much; otherwise those of each trunk.
     """
-    ordered = sorted(spans, key=lambda span: span.slot.index)
-    by_trunk: dict[Trunk | None, list[_Span]] = defaultdict(list)
-    for span in ordered:
-        by_trunk[span.slot.trunk].append(span)
+    ordered = sorted(slots, key=attrgetter("index"))
+    by_trunk: dict[Trunk | None, list[Slot]] = defaultdict(list)
+    for slot in ordered:
+        by_trunk[slot.trunk].append(slot)
     plain = by_trunk.pop(None, None)
     groups = list(by_trunk.values())
     if len(groups) > 1:
         lengths = [len(trunk.ids) for trunk in by_trunk if trunk is not None]
         rows = [len(group) for group in groups]
-        shared = [span for span in ordered if span.slot.trunk is not None]
-        slots = shared[-1].slot.index - shared[0].slot.index + 1
+        shared = [slot for slot in ordered if slot.trunk is not None]
+        between = shared[-1].index - shared[0].index + 1
         if (
             len(groups) * max(rows) <= MOST_PADDING * sum(rows)
             and len(groups) * max(lengths) <= min(MOST_PADDING * sum(lengths), most_tokens)
-            and slots <= MOST_PADDING * sum(rows)
+            and between <= MOST_PADDING * sum(rows)
         ):
             groups = [shared]
     return groups if plain is None else [plain, *groups]
@@ -114,6 +124,8 @@ class ModelRunner:
         self._heads: int = loaded.model.config.get_text_config().num_attention_heads
         self._prefill_tokens = engine.prefill_tokens
         self._stack = functools.lru_cache(maxsize=_STACKS)(PrefixStack)
+        self._arranged: tuple[Lineup, _Arrangement] | None = None
+        """What ran last, where rows are padded."""
         self._trunks: tuple[Trunk, ...] = ()
         self._trunk_places = _places((), shape[0])
         self.flat = kernels is not None
@@ -232,48 +244,48 @@ class ModelRunner:
         """A row for each slot, padded to the longest."""
         width = int(work.counts.max())
         self.cache.reserve(min(self.cache.limit, int(work.first.max()) + width))
-        ids, ends = work.ids.tolist(), work.counts.cumsum().tolist()
-        spans = [
-            _Span(slot, first, ids[end - count : end])
-            for slot, first, count, end in zip(
-                work.lineup.slots, work.first.tolist(), work.counts.tolist(), ends, strict=True
-            )
-        ]
+        if self._arranged is None or self._arranged[0] is not work.lineup:
+            self._arranged = work.lineup, self._arrange(work.lineup)
+        order, together, speakers = self._arranged[1]
+        first, counts = work.first[order], work.counts[order]
         groups: list[SlotGroup] = []
-        speakers: list[tuple[str, int]] = []
-        together = [
-            rows
-            for _, run in itertools.groupby(spans, key=lambda span: span.slot.adapter)
-            for rows in _attended_together(list(run), _STACK_NUMBERS // self.cache.token_size)
-        ]
-        for rows in together:
-            slots, starts, tokens = zip(*rows, strict=True)
-            numbers = {trunk: number for number, trunk in enumerate(dict.fromkeys(slot.trunk for slot in slots))}
-            prefixes = tuple(trunk.cache for trunk in numbers if trunk is not None)
-            stack = self._stack(prefixes) if prefixes else None
-            of_row = [numbers[slot.trunk] for slot in slots]
-            indices, counts = [slot.index for slot in slots], [len(some) for some in tokens]
-            groups.append(SlotGroup(indices, starts, counts, width, self.cache, stack, of_row))
-            speakers.append((slots[0].adapter, len(rows)))
-        ordered = [span for rows in together for span in rows]
-        positions = [(len(slot.trunk.ids) if slot.trunk else 0) + first for slot, first, _ in ordered]
+        row = 0
+        for slots in together:
+            rows = slice(row, row + len(slots))
+            groups.append(SlotGroup(slots, first[rows], counts[rows], width, self.cache))
+            row = rows.stop
+        ids = np.zeros((len(order), width), np.int64)
+        begins = (work.counts.cumsum() - work.counts)[order]
+        ids[np.arange(width) < counts[:, None]] = work.ids[np.repeat(begins, counts) + count_up(counts)]
         # Padding may not reach beyond the context; it is masked, so any place inside will do.
         limit = self._loaded.max_model_len - 1
-        absolute = torch.tensor(positions, device=self._device)[:, None] + torch.arange(width, device=self._device)
-        hidden = self.decoder.hidden(
-            torch.tensor([some + [0] * (width - len(some)) for _, _, some in ordered], device=self._device),
-            absolute.clamp_(max=limit),
-            SlotLayout(self.cache, groups),
-            speakers,
-        )
-        row_of = {span.slot: row for row, span in enumerate(ordered)}
-        wanted = [span for span, number in zip(spans, work.wanted.tolist(), strict=True) if number]
-        return hidden[[row_of[span.slot] for span in wanted], [len(span.ids) - 1 for span in wanted]]
+        positions = np.minimum((work.lineup.begun[order] + first)[:, None] + np.arange(width), limit)
+        tokens, places = (torch.from_numpy(array).to(self._device) for array in (ids, positions))
+        hidden = self.decoder.hidden(tokens, places, SlotLayout(self.cache, groups), speakers)
+        wanted = work.wanted.nonzero()[0]
+        return hidden[torch.from_numpy(order.argsort()[wanted]), torch.from_numpy(work.counts[wanted] - 1)]
+
+    def _arrange(self, lineup: Lineup) -> _Arrangement:
+        number = {slot: number for number, slot in enumerate(lineup.slots)}
+        order: list[int] = []
+        together: list[SlotRows] = []
+        speakers: list[tuple[str, int]] = []
+        for adapter, run in itertools.groupby(lineup.slots, key=attrgetter("adapter")):
+            for slots in _attended_together(run, _STACK_NUMBERS // self.cache.token_size):
+                places = {trunk: place for place, trunk in enumerate(dict.fromkeys(slot.trunk for slot in slots))}
+                prefixes = tuple(trunk.cache for trunk in places if trunk is not None)
+                stack = self._stack(prefixes) if prefixes else None
+                of_row = [places[slot.trunk] for slot in slots]
+                together.append(SlotRows([slot.index for slot in slots], self.cache, stack, of_row))
+                speakers.append((adapter, len(slots)))
+                order += [number[slot] for slot in slots]
+        return _Arrangement(np.array(order), together, speakers)
 
     def forget_prefixes(self) -> None:
         """None of those that were used is used again."""
         self._stack.cache_clear()
         self._trunks = ()
+        self._arranged = None
 
     @torch.inference_mode()
     def _draw(self, hidden: Tensor, drawing: Drawing) -> tuple[np.ndarray, np.ndarray]:
