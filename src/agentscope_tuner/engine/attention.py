@@ -352,7 +352,7 @@ class SlotRows:
         if self.stack is None:
             return None
         numbers = np.full(self.slots_read, -1)
-        numbers[np.array(self.slots) - self.slots[0] if self.is_view else slice(None)] = self.of_row
+        numbers[slice(None) if self.place is None else self.place.numpy(force=True)] = self.of_row
         return SharedPrefixes(self.stack, numbers)
 
 

@@ -58,7 +58,7 @@ class _Arrangement(NamedTuple):
     """(B,) The lineup's rows, those that are attended together as neighbours."""
     together: list[SlotRows]
     speakers: list[tuple[str, int]]
-    """The adapter of each of these groups, and how many rows it has."""
+    """See `ModelRunner._speakers`."""
 
 
 def _attended_together(slots: Iterable[Slot], most_tokens: int) -> list[list[Slot]]:
@@ -267,19 +267,18 @@ class ModelRunner:
 
     def _arrange(self, lineup: Lineup) -> _Arrangement:
         number = {slot: number for number, slot in enumerate(lineup.slots)}
-        order: list[int] = []
+        ordered: list[Slot] = []
         together: list[SlotRows] = []
-        speakers: list[tuple[str, int]] = []
-        for adapter, run in itertools.groupby(lineup.slots, key=attrgetter("adapter")):
+        for _, run in itertools.groupby(lineup.slots, key=attrgetter("adapter")):
             for slots in _attended_together(run, _STACK_NUMBERS // self.cache.token_size):
                 places = {trunk: place for place, trunk in enumerate(dict.fromkeys(slot.trunk for slot in slots))}
                 prefixes = tuple(trunk.cache for trunk in places if trunk is not None)
                 stack = self._stack(prefixes) if prefixes else None
                 of_row = [places[slot.trunk] for slot in slots]
                 together.append(SlotRows([slot.index for slot in slots], self.cache, stack, of_row))
-                speakers.append((adapter, len(slots)))
-                order += [number[slot] for slot in slots]
-        return _Arrangement(np.array(order), together, speakers)
+                ordered += slots
+        order = np.array([number[slot] for slot in ordered])
+        return _Arrangement(order, together, self._speakers((slot, 1) for slot in ordered))
 
     def forget_prefixes(self) -> None:
         """None of those that were used is used again."""
