@@ -132,8 +132,8 @@ class NativeKernels:
         self.in_pairs = False
         self._tree_attend = take("tree_attend", 7, *[size] * 4)
         self._tree_attend_backward = take("tree_attend_backward", 11, *[size] * 6)
-        self._rms_norm = of_each_type("rms_norm", 4, size, size, number)
-        self._rms_norm_backward = of_each_type("rms_norm_backward", 6, size, size)
+        self._rms_norm = of_each_type("rms_norm", 6, size, size, number)
+        self._rms_norm_backward = of_each_type("rms_norm_backward", 7, size, size)
         self._rotate = take("rotate", 5, size, size, size, number)
         self._swiglu = of_each_type("swiglu", 3, size)
         self._swiglu_backward = of_each_type("swiglu_backward", 5, size)
@@ -373,23 +373,39 @@ class NativeKernels:
         return grad_q, grad_k.sum(0), grad_v.sum(0)
 
     def rms_norm(
-        self, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype = torch.float32
-    ) -> tuple[Tensor, Tensor]:
-        """`x * scale * weight` for x (..., d) and weight (d,), and scale (...), the inverse root of the mean square.
+        self, x: Tensor, change: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype = torch.float32
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The RMS norm of `x + change`, for x (..., d) and weight (d,).
 
-        The first of them may be in bfloat16.
+        Args:
+            x: float32.
+            change: (..., d) in `dtype`; None: there is none.
+            weight: float32.
+            eps: added to the mean square.
+            dtype: of the norm, float32 or bfloat16.
+
+        Returns:
+            The sum (..., d), which is x itself where nothing changes; its norm, `sum * scale * weight`; and scale
+            (...), the inverse root of the mean square.
         """
         x, d = x.contiguous(), x.shape[-1]
+        change = None if change is None else change.contiguous()
+        total = x if change is None else torch.empty_like(x)
         y, scale = torch.empty_like(x, dtype=dtype), x.new_empty(x.shape[:-1])
-        self._rms_norm[dtype](*_addresses(x, weight, y, scale), x.numel() // d, d, eps)
-        return y, scale
+        given = 0 if change is None else change.data_ptr()
+        self._rms_norm[dtype](x.data_ptr(), given, *_addresses(weight, total, y, scale), x.numel() // d, d, eps)
+        return total, y, scale
 
-    def rms_norm_backward(self, grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-        """Gradients of x and weight, in float32."""
-        grad, x, d = grad.contiguous(), x.contiguous(), x.shape[-1]
-        grad_x, grad_weight = torch.empty_like(x), torch.empty_like(weight)
-        addresses = _addresses(grad, x, weight, scale, grad_x, grad_weight)
-        self._rms_norm_backward[grad.dtype](*addresses, x.numel() // d, d)
+    def rms_norm_backward(
+        self, grad: Tensor, grad_total: Tensor | None, total: Tensor, weight: Tensor, scale: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Gradients of the sum and of weight, in float32, by that of the norm and what else there is of the sum's."""
+        grad, d = grad.contiguous(), total.shape[-1]
+        grad_total = None if grad_total is None else grad_total.contiguous()
+        given = 0 if grad_total is None else grad_total.data_ptr()
+        grad_x, grad_weight = torch.empty_like(total), torch.empty_like(weight)
+        addresses = _addresses(total, weight, scale, grad_x, grad_weight)
+        self._rms_norm_backward[grad.dtype](grad.data_ptr(), given, *addresses, total.numel() // d, d)
         return grad_x, grad_weight
 
     def rotate(self, x: Tensor, cosines: Tensor, sines: Tensor, positions: Tensor, *, back: bool = False) -> Tensor:

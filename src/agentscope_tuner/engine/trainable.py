@@ -37,15 +37,36 @@ def head_rows(vocabulary: int) -> int:
 class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, kernels: NativeKernels) -> Tensor:
-        y, scale = kernels.rms_norm(x, weight, eps, dtype)
-        ctx.save_for_backward(x, weight, scale)
+        total, y, scale = kernels.rms_norm(x, None, weight, eps, dtype)
+        ctx.save_for_backward(total, weight, scale)
         ctx.kernels = kernels
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        return *ctx.kernels.rms_norm_backward(grads[0], *ctx.saved_tensors), None, None, None
+        return *ctx.kernels.rms_norm_backward(grads[0], None, *ctx.saved_tensors), None, None, None
+
+
+class _AddNorm(torch.autograd.Function):
+    """A sum, which the next one is made of, and its norm: of the model's width, adding takes a pass of its own."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, change: Tensor, weight: Tensor, eps: float, kernels: NativeKernels
+    ) -> tuple[Tensor, Tensor]:
+        total, y, scale = kernels.rms_norm(x, change, weight, eps, change.dtype)
+        ctx.save_for_backward(total, weight, scale)
+        ctx.set_materialize_grads(False)  # nothing is made of the last sum
+        ctx.kernels = kernels
+        return total, y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        grad_total, grad = grads
+        grad_x, grad_weight = ctx.kernels.rms_norm_backward(grad, grad_total, *ctx.saved_tensors)
+        return grad_x, grad_x.to(grad.dtype), grad_weight, None, None
 
 
 class _Rotate(torch.autograd.Function):
@@ -122,22 +143,29 @@ class TrainableDecoder:
         """(1, N) token ids and absolute positions to (1, N, D)."""
         base = self._loaded.model.get_decoder()
         x = base.embed_tokens(ids[0]).float()
+        y: Tensor | None = None
         for index, block in enumerate(base.layers):
             attention, mlp = block.self_attn, block.mlp
-            normed = self._norm(x, block.input_layernorm)
+            x, normed = self._add_norm(x, y, block.input_layernorm)
             q = self._heads(attention.q_proj(normed), attention, "q_norm", positions[0])
             k = self._heads(attention.k_proj(normed), attention, "k_norm", positions[0])
             v = attention.v_proj(normed).float().unflatten(-1, (-1, attention.head_dim))
             q, k, v = (heads.transpose(0, 1)[None] for heads in (q, k, v))
             attended = layout.attend(index, q, k, v, attention.scaling)
-            x = x + attention.o_proj(attended[0].flatten(1).to(self._outer))
-            normed = self._norm(x, block.post_attention_layernorm)
+            y = attention.o_proj(attended.flatten(2).squeeze(0).to(self._outer))
+            x, normed = self._add_norm(x, y, block.post_attention_layernorm)
             gated: Tensor = _Gate.apply(mlp.gate_proj(normed), mlp.up_proj(normed), self._kernels)  # type: ignore[no-untyped-call]
-            x = x + mlp.down_proj(gated)
-        return self._norm(x, base.norm)[None]
+            y = mlp.down_proj(gated)
+        return self._add_norm(x, y, base.norm)[1][None]
 
-    def _norm(self, x: Tensor, norm: Any, dtype: torch.dtype | None = None) -> Tensor:
-        normed: Tensor = _Norm.apply(x, norm.weight.float(), self._eps, dtype or self._outer, self._kernels)  # type: ignore[no-untyped-call]
+    def _add_norm(self, x: Tensor, y: Tensor | None, norm: Any) -> tuple[Tensor, Tensor]:
+        if y is None:
+            return x, self._norm(x, norm, self._outer)
+        both: tuple[Tensor, Tensor] = _AddNorm.apply(x, y, norm.weight.float(), self._eps, self._kernels)  # type: ignore[no-untyped-call]
+        return both
+
+    def _norm(self, x: Tensor, norm: Any, dtype: torch.dtype) -> Tensor:
+        normed: Tensor = _Norm.apply(x, norm.weight.float(), self._eps, dtype, self._kernels)  # type: ignore[no-untyped-call]
         return normed
 
     def _heads(self, x: Tensor, attention: Any, norm: str, positions: Tensor) -> Tensor:
@@ -166,7 +194,7 @@ class TreePass:
         device = self.loaded.device
         ids, positions = (torch.tensor([values], device=device) for values in (tree.ids, tree.positions))
         with linears(wide=self._wide):
-            return self.forward(ids, positions, TreeLayout(tree, device, self._attention))[0]
+            return self.forward(ids, positions, TreeLayout(tree, device, self._attention)).squeeze(0)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(n, D) to (n, V)."""

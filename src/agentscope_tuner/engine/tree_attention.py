@@ -65,7 +65,7 @@ class TreeLayout:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
         """The batch has one row: the packed tree."""
         # Tokens first: gathering rows, and adding their gradients, is then one contiguous copy each.
-        q, k, v = (x[0].transpose(0, 1) for x in (q * scaling, k, v))
+        q, k, v = (x.squeeze(0).transpose(0, 1) for x in (q * scaling, k, v))
         if self._kernels is not None:
             compiled: Tensor = _CompiledTreeAttention.apply(q, k, v, self._stretches, self._spans, self._kernels)  # type: ignore[no-untyped-call]
             return compiled[None]

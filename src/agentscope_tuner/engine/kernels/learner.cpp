@@ -159,25 +159,38 @@ extern "C" void tree_attend_backward(const float* grad, const float* q, const fl
     }
 }
 
-// y = x * scale * weight for rows (rows, d), with scale = 1 / sqrt(mean(x^2) + eps), which is kept for the gradient.
+// y = sum * scale * weight for rows (rows, d), with scale = 1 / sqrt(mean(sum^2) + eps), which is kept for the gradient.
+// The sum is x + change, and is written; where nothing changes, it is x.
 template <class T>
-void rms_norm(const float* x, const float* weight, T* y, float* scale, int64_t rows, int64_t d, float eps) {
+void rms_norm(const float* x, const T* change, const float* weight, float* sum, T* y, float* scale, int64_t rows,
+              int64_t d, float eps) {
 #pragma omp parallel for schedule(static)
     for (int64_t row = 0; row < rows; row++) {
         const float* in = x + row * d;
         float squares = 0;
+        if (change != nullptr) {
+            float* const out = sum + row * d;
 #pragma omp simd reduction(+ : squares)
-        for (int64_t j = 0; j < d; j++) squares += in[j] * in[j];
+            for (int64_t j = 0; j < d; j++) {
+                out[j] = in[j] + number(change[row * d + j]);
+                squares += out[j] * out[j];
+            }
+            in = out;
+        } else {
+#pragma omp simd reduction(+ : squares)
+            for (int64_t j = 0; j < d; j++) squares += in[j] * in[j];
+        }
         const float by = scale[row] = 1 / std::sqrt(squares / d + eps);
 #pragma omp simd
         for (int64_t j = 0; j < d; j++) put(y + row * d + j, in[j] * by * weight[j]);
     }
 }
 
-// Gradients of `rms_norm`. `grad_weight` (d) is summed over pieces of rows, whose order is always the same.
+// Gradients of `rms_norm`, of its sum x and the weight, by that of y and what else there is of the sum's. `grad_weight`
+// (d) is summed over pieces of rows, whose order is always the same.
 template <class T>
-void rms_norm_backward(const T* grad, const float* x, const float* weight, const float* scale, float* grad_x,
-                       float* grad_weight, int64_t rows, int64_t d) {
+void rms_norm_backward(const T* grad, const float* grad_sum, const float* x, const float* weight, const float* scale,
+                       float* grad_x, float* grad_weight, int64_t rows, int64_t d) {
     constexpr int64_t PIECES = 32;
     std::vector<float> sums(PIECES * d, 0.0f);
 #pragma omp parallel for schedule(static)
@@ -195,6 +208,9 @@ void rms_norm_backward(const T* grad, const float* x, const float* weight, const
                 grad_x[row * d + j] = number(g[j]) * weight[j] * by - in[j] * pull;
                 sum[j] += number(g[j]) * in[j] * by;
             }
+            if (grad_sum == nullptr) continue;
+#pragma omp simd
+            for (int64_t j = 0; j < d; j++) grad_x[row * d + j] += grad_sum[row * d + j];
         }
     }
     std::fill(grad_weight, grad_weight + d, 0.0f);
@@ -288,13 +304,14 @@ extern "C" void choose_backward(const float* grad_logprobs, const float* grad_en
 
 // What linear layers read and return may be in either type; all between them is in float32.
 #define LEARNER(T, NAME)                                                                                               \
-    extern "C" void rms_norm_##NAME(const float* x, const float* weight, T* y, float* scale, int64_t rows, int64_t d,  \
-                                    float eps) {                                                                       \
-        rms_norm(x, weight, y, scale, rows, d, eps);                                                                   \
+    extern "C" void rms_norm_##NAME(const float* x, const T* change, const float* weight, float* sum, T* y,            \
+                                    float* scale, int64_t rows, int64_t d, float eps) {                                \
+        rms_norm(x, change, weight, sum, y, scale, rows, d, eps);                                                      \
     }                                                                                                                  \
-    extern "C" void rms_norm_backward_##NAME(const T* grad, const float* x, const float* weight, const float* scale,   \
-                                             float* grad_x, float* grad_weight, int64_t rows, int64_t d) {             \
-        rms_norm_backward(grad, x, weight, scale, grad_x, grad_weight, rows, d);                                       \
+    extern "C" void rms_norm_backward_##NAME(const T* grad, const float* grad_sum, const float* x,                     \
+                                             const float* weight, const float* scale, float* grad_x,                   \
+                                             float* grad_weight, int64_t rows, int64_t d) {                            \
+        rms_norm_backward(grad, grad_sum, x, weight, scale, grad_x, grad_weight, rows, d);                             \
     }                                                                                                                  \
     extern "C" void swiglu_##NAME(const T* gate, const T* up, T* y, int64_t n) { swiglu(gate, up, y, n); }             \
     extern "C" void swiglu_backward_##NAME(const T* grad, const T* gate, const T* up, T* grad_gate, T* grad_up,        \
