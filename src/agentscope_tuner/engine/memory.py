@@ -104,9 +104,9 @@ def give_back() -> None:
     it and the process grows from step to step.
     """
     library = _c_library()
-    if hasattr(library, "malloc_trim") and not (
-        hasattr(library, "mallinfo2") and library.mallinfo2().fordblks <= _SPARE
-    ):
+    if not hasattr(library, "malloc_trim"):
+        return
+    if not hasattr(library, "mallinfo2") or library.mallinfo2().fordblks > _SPARE:
         library.malloc_trim(0)
 
 
