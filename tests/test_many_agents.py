@@ -17,14 +17,17 @@ from weakref import ref
 import agentscope._utils._common as common
 import numpy as np
 import pytest
-from agentscope.agent import AgentBase
-from agentscope.message import Msg
+from agentscope.agent import AgentBase, ReActAgent
+from agentscope.formatter import OpenAIChatFormatter
+from agentscope.message import Msg, TextBlock
+from agentscope.model import ChatModelBase, ChatResponse
+from agentscope.pipeline import stream_printing_messages
 from agentscope.tool import Toolkit, ToolResponse
 from pydantic import BaseModel, Field
 
 from agentscope_tuner import tune
 from agentscope_tuner.engine.learner import Learner
-from agentscope_tuner.many_agents import rare_collections, share_schemas, share_signatures
+from agentscope_tuner.many_agents import rare_collections, share_schemas, share_signatures, skip_pauses
 
 
 class Answer(BaseModel):
@@ -247,6 +250,49 @@ def test_signatures_of_an_agentscope_of_other_insides_are_left_alone(monkeypatch
     monkeypatch.delattr(inside, "inspect")
     share_signatures.__wrapped__()
     assert not hasattr(inside, "inspect")
+
+
+class Greeter(ChatModelBase):
+    """Says hello."""
+
+    def __init__(self) -> None:
+        super().__init__("greeter", stream=False)
+
+    async def __call__(self, *args: Any, **options: Any) -> ChatResponse:
+        """Say it."""
+        return ChatResponse(content=[TextBlock(type="text", text="Hello.")])
+
+
+def test_agents_do_not_sleep_after_an_answer_and_their_messages_are_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    inside: Any = sys.modules[ReActAgent.__module__]
+    slept: list[float] = []
+    sleep = asyncio.sleep
+    monkeypatch.setattr(asyncio, "sleep", lambda delay, *args: slept.append(delay) or sleep(delay, *args))
+    monkeypatch.setattr(inside, "asyncio", asyncio)
+    monkeypatch.setenv("AGENTSCOPE_DISABLE_CONSOLE_OUTPUT", "true")
+
+    async def stream() -> list[tuple[str, bool]]:
+        agent = ReActAgent(name="a", sys_prompt="b", model=Greeter(), formatter=OpenAIChatFormatter())
+        streamed = stream_printing_messages([agent], agent(Msg("user", "c", "user")))
+        return [(message.get_text_content(), last) async for message, last in streamed]
+
+    heard = asyncio.run(stream())
+    assert heard == [("Hello.", True)]
+    assert max(slept) > 0  # or there is nothing to skip any more
+    slept.clear()
+    skip_pauses.__wrapped__()
+    assert asyncio.run(stream()) == heard
+    assert set(slept) == {0}
+    asyncio.run(inside.asyncio.sleep(0.01))
+    assert slept[-1] == 0.01
+    assert inside.asyncio.CancelledError is asyncio.CancelledError
+
+
+def test_pauses_of_an_agentscope_of_other_insides_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    inside: Any = sys.modules[ReActAgent.__module__]
+    monkeypatch.delattr(inside, "asyncio")
+    skip_pauses.__wrapped__()
+    assert not hasattr(inside, "asyncio")
 
 
 @pytest.mark.filterwarnings("ignore:Default value:pydantic.json_schema.PydanticJsonSchemaWarning")

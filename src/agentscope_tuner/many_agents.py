@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import inspect
 import os
@@ -13,7 +14,7 @@ from types import FunctionType, SimpleNamespace
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
-from agentscope.agent import AgentBase
+from agentscope.agent import AgentBase, ReActAgent
 from agentscope.tool import Toolkit
 from pydantic import BaseModel
 
@@ -24,6 +25,8 @@ Known = WeakKeyDictionary[Any, tuple[object, Schema]]
 
 _YOUNG_OBJECTS = 50_000
 """A few megabytes; hundreds of agents make as many in a second."""
+_PAUSE_S = 0.001
+"""How long AgentScope's ReAct agents sleep after every answer."""
 
 
 @contextmanager
@@ -115,6 +118,22 @@ def share_signatures() -> None:
 
     if getattr(inside, "inspect", None) is inspect:
         inside.inspect = SimpleNamespace(**(vars(inspect) | {"signature": once}))
+
+
+@cache
+def skip_pauses() -> None:
+    """From now on, AgentScope's ReAct agents do not sleep after every answer, but let everybody else go on.
+
+    They sleep so that whoever streams their messages gets the last one, for which a turn of the event loop is enough. A
+    small model computes a step in the time, and waits. As for `share_schemas`, there is no public place to say so.
+    """
+    inside: Any = sys.modules[ReActAgent.__module__]
+
+    async def sleep(delay: float, result: Any = None) -> Any:
+        return await asyncio.sleep(0 if delay <= _PAUSE_S else delay, result)
+
+    if getattr(inside, "asyncio", None) is asyncio:
+        inside.asyncio = SimpleNamespace(**(vars(asyncio) | {"sleep": sleep}))
 
 
 def _once_per_model(extend: Callable[[Any], Schema]) -> Callable[[Any], Schema]:

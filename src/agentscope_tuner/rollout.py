@@ -25,7 +25,13 @@ from agentscope_tuner.errors import (
     RoleError,
     TunerError,
 )
-from agentscope_tuner.many_agents import quiet_agents, rare_collections, share_schemas, share_signatures
+from agentscope_tuner.many_agents import (
+    quiet_agents,
+    rare_collections,
+    share_schemas,
+    share_signatures,
+    skip_pauses,
+)
 from agentscope_tuner.model_tuner import ModelTuner
 from agentscope_tuner.policy import SamplingParams
 from agentscope_tuner.recorder import PolicyModel, Recorder
@@ -130,6 +136,7 @@ class Rollout:
 
         share_schemas()
         share_signatures()
+        skip_pauses()
         try:
             with quiet_agents(), rare_collections():
                 async with asyncio.TaskGroup() as group:
