@@ -47,21 +47,18 @@ print(gb("VmHWM") - before, gb("VmRSS") - before)
 
 
 @pytest.mark.parametrize("path", ["fast", "general"])
-@pytest.mark.parametrize(("budget", "kept"), [(0.4, 0.3), (1.2, 0.1)])
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the memory of a process as Linux tells it")
-def test_steps_use_their_budget_stay_within_it_and_give_back_what_is_much(
-    path: str, budget: float, kept: float
-) -> None:
+def test_steps_use_their_budget_stay_within_it_and_give_it_back(path: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", STEPS, str(budget), path],
+        [sys.executable, "-c", STEPS, "0.4", path],
         capture_output=True,
         text=True,
         check=True,
         cwd=Path(__file__).parent,
     )
     most, left = map(float, done.stdout.split())
-    assert 0.375 * budget <= most <= budget
-    assert left <= kept
+    assert 0.15 <= most <= 0.4
+    assert left <= 0.1
 
 
 def test_a_budget_in_tokens_and_back() -> None:

@@ -21,7 +21,7 @@ from agentscope_tuner.algorithms.distributions import temper, truncate
 from agentscope_tuner.algorithms.losses import entropy, k3_divergence, policy_loss
 from agentscope_tuner.algorithms.packing import PackedTree, pack
 from agentscope_tuner.config import AlgorithmConfig, EngineConfig
-from agentscope_tuner.engine.memory import PassTokens, pass_tokens
+from agentscope_tuner.engine.memory import SPARE, PassTokens, pass_tokens
 from agentscope_tuner.engine.models import LoadedModel
 from agentscope_tuner.engine.native import NativeKernels
 from agentscope_tuner.engine.optimizer import Optimizer
@@ -125,7 +125,12 @@ class Learner:
         self._pass = TreePass(loaded, engine)
         self._pass_tokens = pass_tokens(self._pass, engine)
         self._max_tokens = max_tokens
-        self.optimizer = Optimizer(loaded, betas=algorithm.adam_betas, weight_decay=algorithm.weight_decay)
+        self.optimizer = Optimizer(
+            loaded,
+            betas=algorithm.adam_betas,
+            weight_decay=algorithm.weight_decay,
+            spare=SPARE if engine.step_memory_gb is None else 0,
+        )
         self._reference = None
         if algorithm.kl_coef > 0 and (loaded.lora is None or loaded.was_adapted):
             self._reference = TreePass(copy.deepcopy(loaded), engine)

@@ -28,8 +28,9 @@ _MOMENTS_BYTES = 8
 """AdamW's two, in float32."""
 _MASTER_BYTES = 8
 """A weight and its gradient in float32, where the model has another precision."""
-_SPARE = 2**28
-"""Bytes of freed memory that are kept for the next step: a small model's pages would be made anew in every one."""
+SPARE = 2**28
+"""Bytes of freed memory that are kept for the next step, where nobody set a bound: a small model's pages would be made
+anew in every one."""
 _ALLOCATED = 1.6
 """What the C library holds for activations, over what they need: it keeps what was freed, in pieces that do not always
 fit. 1.2 to 1.7 were measured."""
@@ -97,8 +98,8 @@ def _kept(tree_pass: TreePass, tokens: int) -> int:
     return sum(kept.values())
 
 
-def give_back() -> None:
-    """Give free memory back to the system, where the C library is GNU's and it is much.
+def give_back(spare: int) -> None:
+    """Give free memory back to the system, where the C library is GNU's and there are more than `spare` bytes of it.
 
     It keeps what activations leave, cut to pieces by what came between, so that passes of other lengths do not fit into
     it and the process grows from step to step.
@@ -106,7 +107,7 @@ def give_back() -> None:
     library = _c_library()
     if not hasattr(library, "malloc_trim"):
         return
-    if not hasattr(library, "mallinfo2") or library.mallinfo2().fordblks > _SPARE:
+    if not hasattr(library, "mallinfo2") or library.mallinfo2().fordblks > spare:
         library.malloc_trim(0)
 
 

@@ -21,8 +21,16 @@ class Optimizer:
     """
 
     def __init__(
-        self, loaded: LoadedModel, *, betas: tuple[float, float], weight_decay: float, eps: float = 1e-8
+        self,
+        loaded: LoadedModel,
+        *,
+        betas: tuple[float, float],
+        weight_decay: float,
+        eps: float = 1e-8,
+        spare: int = 0,
     ) -> None:
+        """AdamW with these settings; after a step, `spare` bytes of freed memory may stay with the process."""
+        self._spare = spare
         self.parameters = loaded.trainable_parameters()
         # Small updates vanish in bfloat16, so those weights have a float32 master copy.
         self.masters = {
@@ -82,7 +90,7 @@ class Optimizer:
                 if self.masters[name] is not parameter:
                     parameter.copy_(self.masters[name])
         self.zero_grad()
-        give_back()
+        give_back(self._spare)
         return norm
 
 
