@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, wraps
-from types import FunctionType, SimpleNamespace
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -107,7 +107,6 @@ def share_signatures() -> None:
     It does so for hooks, in every `reply`, `print` and `observe`, be there hooks or not. As for `share_schemas`, there
     is no public place to say so.
     """
-    inside: Any = sys.modules[type(AgentBase).__module__]
     known: WeakKeyDictionary[Any, inspect.Signature] = WeakKeyDictionary()
 
     def once(function: Any) -> inspect.Signature:
@@ -116,8 +115,7 @@ def share_signatures() -> None:
             signature = known[function] = inspect.signature(function)
         return signature
 
-    if getattr(inside, "inspect", None) is inspect:
-        inside.inspect = SimpleNamespace(**(vars(inspect) | {"signature": once}))
+    _let_see(type(AgentBase), inspect, signature=once)
 
 
 @cache
@@ -127,13 +125,18 @@ def skip_pauses() -> None:
     They sleep so that whoever streams their messages gets the last one, for which a turn of the event loop is enough. A
     small model computes a step in the time, and waits. As for `share_schemas`, there is no public place to say so.
     """
-    inside: Any = sys.modules[ReActAgent.__module__]
 
     async def sleep(delay: float, result: Any = None) -> Any:
         return await asyncio.sleep(0 if delay <= _PAUSE_S else delay, result)
 
-    if getattr(inside, "asyncio", None) is asyncio:
-        inside.asyncio = SimpleNamespace(**(vars(asyncio) | {"sleep": sleep}))
+    _let_see(ReActAgent, asyncio, sleep=sleep)
+
+
+def _let_see(kind: type, module: ModuleType, **changes: Any) -> None:
+    """Change what a module is like where a class of AgentScope is written, if it is used there under its own name."""
+    inside = sys.modules[kind.__module__]
+    if getattr(inside, module.__name__, None) is module:
+        setattr(inside, module.__name__, SimpleNamespace(**(vars(module) | changes)))
 
 
 def _once_per_model(extend: Callable[[Any], Schema]) -> Callable[[Any], Schema]:
