@@ -30,6 +30,7 @@ from transformers import (
 from agentscope_tuner.algorithms import Datum, weigh
 from agentscope_tuner.algorithms.distributions import draw_tokens
 from agentscope_tuner.algorithms.losses import policy_loss
+from agentscope_tuner.algorithms.packing import pack
 from agentscope_tuner.config import AlgorithmConfig, EngineConfig, LoraConfig, TunerModelConfig
 from agentscope_tuner.engine import completions, decoder, model_runner, products
 from agentscope_tuner.engine.attention import KVCache, PrefixStack, SlotGroup, SlotLayout, SlotRows
@@ -41,7 +42,7 @@ from agentscope_tuner.engine.native import NativeKernels
 from agentscope_tuner.engine.optimizer import Optimizer
 from agentscope_tuner.engine.products import WidenedProducts, WideProducts
 from agentscope_tuner.engine.sampler import Sampler
-from agentscope_tuner.engine.trainable import TrainableDecoder, choose_forward
+from agentscope_tuner.engine.trainable import LayerDecoder, TrainableDecoder, choose_forward
 from agentscope_tuner.engine.trial import native_kernels
 from agentscope_tuner.errors import ConfigError, ModelError, ParityError, PromptTooLongError, TrainingStoppedError
 from agentscope_tuner.policy import Sample, SamplingParams
@@ -921,9 +922,14 @@ def test_compiled_steps_have_the_gradients_of_modules(family: str, tiny_model_di
     datums = [Datum(call, (-1.0) ** i, 0.0, i) for i, call in enumerate(calls)]
     weigh(datums, "token", 12)
     learner = learner_of(loaded)
-    assert isinstance(learner._pass.forward.__self__, TrainableDecoder)
+    small = learner._pass.forward.__self__
+    assert type(small) is LayerDecoder
+    large = TrainableDecoder(loaded, learner._pass.kernels, wide=False)
     learner.accumulate(datums)
     compiled = gradients(loaded)
+    learner._pass.forward = large.hidden_states
+    learner.accumulate(datums)
+    assert relative_difference(gradients(loaded), compiled) < 1e-5
     learner._pass.forward = loaded.hidden_states
     learner.accumulate(datums)
     assert relative_difference(compiled, gradients(loaded)) < 1e-5
@@ -990,6 +996,36 @@ def test_compiled_steps_are_used_for_deep_models_and_padding_without_an_embeddin
             assert choose_forward(loaded, native_kernels(), wide=wide and dtype == "bfloat16") != loaded.hidden_states
 
 
+def test_hidden_states_of_some_places_only(tiny_model_dir: Path) -> None:
+    loaded = load(tiny_model_dir)
+    tree = pack([[5, 6, 7] * 40, [5, 6, 7] * 30 + [9, 8] * 25], max_tokens=512)[0]
+    rows = torch.tensor([140, 3, 119, 90, 91])
+    ways = [learner_of(loaded)._pass for _ in range(3)]
+    ways[1].forward = TrainableDecoder(loaded, ways[1].kernels, wide=False).hidden_states
+    ways[2].forward = loaded.hidden_states
+    for way in ways:
+        found = []
+        for hidden in (way.hidden(tree, rows), way.hidden(tree)[rows]):
+            loaded.model.zero_grad()
+            weights = torch.linspace(-1, 1, hidden.numel()).view_as(hidden)
+            (hidden * weights).sum().backward()
+            found.append((hidden.detach(), gradients(loaded)))
+        assert (found[0][0] - found[1][0]).abs().max() < 1e-6
+        assert relative_difference(found[0][1], found[1][1]) < 1e-6
+
+
+@pytest.mark.parametrize("other", ["adapter", "bias", "large"])
+def test_layers_of_another_kind_are_run_step_by_step(
+    other: str, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = load(tiny_model_dir, lora=LoraConfig(rank=4) if other == "adapter" else None)
+    if other == "bias":
+        loaded.model.get_decoder().layers[-1].mlp.up_proj.bias = torch.nn.Parameter(torch.ones(48))
+    if other == "large":
+        monkeypatch.setattr(decoder, "_SMALL_LAYER", 0)
+    assert type(choose_forward(loaded, native_kernels()).__self__) is TrainableDecoder
+
+
 @pytest.mark.parametrize("wide", [True, False])
 @pytest.mark.parametrize(("dtype", "factor"), [("float32", 1.001), ("bfloat16", 1.5)])
 def test_a_forward_pass_with_other_gradients_is_not_used(
@@ -997,8 +1033,13 @@ def test_a_forward_pass_with_other_gradients_is_not_used(
 ) -> None:
     engine = EngineConfig(device="cpu", dtype=dtype)
     loaded = load_model(TunerModelConfig(model_path=str(tiny_model_dir), max_model_len=256), engine)
-    wrong = NativeKernels.swiglu_backward
-    monkeypatch.setattr(NativeKernels, "swiglu_backward", lambda *args: tuple(factor * grad for grad in wrong(*args)))
+    kernels = native_kernels()
+    assert isinstance(choose_forward(loaded, kernels, wide=wide and dtype == "bfloat16").__self__, TrainableDecoder)
+    for name in ("swiglu_backward", "layer_out_backward"):
+        wrong = getattr(NativeKernels, name)
+        monkeypatch.setattr(
+            NativeKernels, name, lambda *args, wrong=wrong: tuple(factor * grad for grad in wrong(*args))
+        )
     assert choose_forward(loaded, native_kernels(), wide=wide and dtype == "bfloat16") == loaded.hidden_states
 
 

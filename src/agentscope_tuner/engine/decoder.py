@@ -367,7 +367,7 @@ def choose_decoder(loaded: LoadedModel, rows: int, engine: EngineConfig) -> Deco
     speakers = loaded.adapters or ("",)
     expected = [_probe(modules, loaded, None, speaker) for speaker in speakers]
     kinds: list[type[FusedDecoder]] = [FusedDecoder if kernels is None else NativeDecoder]
-    if kernels is not None and not loaded.unmerged and _layer_bytes(loaded) <= _SMALL_LAYER:
+    if kernels is not None and not loaded.unmerged and is_small(loaded):
         kinds.insert(0, WholeDecoder)
     for kind, products in product(kinds, products_for(loaded, rows, kernels)):
         try:
@@ -380,9 +380,10 @@ def choose_decoder(loaded: LoadedModel, rows: int, engine: EngineConfig) -> Deco
     return modules
 
 
-def _layer_bytes(loaded: LoadedModel) -> int:
+def is_small(loaded: LoadedModel) -> bool:
+    """Whether a layer stays in the cache that a processor's core has for itself."""
     block = loaded.model.get_decoder().layers[0]
-    return sum(parameter.nbytes for parameter in block.parameters())
+    return bool(sum(parameter.nbytes for parameter in block.parameters()) <= _SMALL_LAYER)
 
 
 def _probe(decoder: Decoder, loaded: LoadedModel, kernels: NativeKernels | None, speaker: str) -> Tensor:

@@ -315,7 +315,8 @@ class Learner:
 
     def _hidden(self, tree_pass: TreePass, tree: PackedTree, entries: Entries) -> Tensor:
         """Hidden states (n, D) that predict the entries' tokens."""
-        return tree_pass.hidden(tree).index_select(0, entries.hidden.to(tree_pass.loaded.device))
+        rows, places = entries.hidden.to(tree_pass.loaded.device).unique(return_inverse=True)
+        return tree_pass.hidden(tree, rows).index_select(0, places)
 
     def _parity(self, call: ModelCall) -> tuple[bool, float]:
         """Whether every token of a call has to have its recorded log-probability, or all on average; within what."""

@@ -89,12 +89,12 @@ class LoadedModel:
         embedding: Any = self.model.get_input_embeddings()
         return int(embedding.weight.shape[0])
 
-    def hidden_states(self, ids: Tensor, position_ids: Tensor, layout: Any) -> Tensor:
-        """Final hidden states (B, N, D) of `ids` (B, N), attending as `layout` says."""
+    def hidden_states(self, ids: Tensor, position_ids: Tensor, layout: Any, rows: Tensor | None = None) -> Tensor:
+        """Final hidden states (B, N, D) of `ids` (B, N), attending as `layout` says; or of some places, `rows` (n,)."""
         decoder = self.model.get_decoder()
         output = decoder(input_ids=ids, position_ids=position_ids, use_cache=False, layout=layout)
         hidden: Tensor = output.last_hidden_state
-        return hidden
+        return hidden if rows is None else hidden.index_select(1, rows)
 
     @contextmanager
     def speaking_as(self, adapter: str) -> Iterator[None]:

@@ -36,6 +36,29 @@ class SmallModel:
     """Of the norms."""
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class Heads:
+    """How a layer's projections of N tokens become queries, keys and values."""
+
+    norms: Sequence[Tensor]
+    """Weights (d,) of norms over the heads of queries and of keys; or none."""
+    cosines: Tensor
+    """Of rotary embedding (length, d), float32; ..."""
+    sines: Tensor
+    positions: Tensor
+    """... read at (N,)."""
+    kv_heads: int
+    scaling: float
+    """Of the queries."""
+    eps: float
+    """Of all norms."""
+
+    @property
+    def size(self) -> int:
+        """Numbers of a head."""
+        return self.cosines.shape[1]
+
+
 class Prompt(NamedTuple):
     """Some tokens of a prompt, see `Prompts` in `kernels/whole.cpp`."""
 
@@ -132,6 +155,10 @@ class NativeKernels:
         self.in_pairs = False
         self._tree_attend = take("tree_attend", 7, *[size] * 4)
         self._tree_attend_backward = take("tree_attend_backward", 11, *[size] * 6)
+        self._layer_in = take("layer_in", 14, *[size] * 5, number, number)
+        self._layer_in_backward = take("layer_in_backward", 21, *[size] * 5, number, number)
+        self._layer_out = take("layer_out", 10, *[size] * 4, number)
+        self._layer_out_backward = take("layer_out_backward", 14, *[size] * 4)
         self._rms_norm = of_each_type("rms_norm", 6, size, size, number)
         self._rms_norm_backward = of_each_type("rms_norm_backward", 7, size, size)
         self._rotate = take("rotate", 5, size, size, size, number)
@@ -370,7 +397,97 @@ class NativeKernels:
         self._tree_attend_backward(
             *_addresses(grad, q, k, v, out, logsums, grad_q, grad_k, grad_v, stretches, spans), *sizes
         )
-        return grad_q, grad_k.sum(0), grad_v.sum(0)
+        grad_k, grad_v = (grads.squeeze(0) if parts == 1 else grads.sum(0) for grads in (grad_k, grad_v))
+        return grad_q, grad_k, grad_v
+
+    def layer_in(
+        self, x: Tensor, norm: Tensor, qkv: Tensor, bias: Tensor | None, heads: Heads
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+        """A layer up to its attention.
+
+        Args:
+            x: (N, D), what the layers before it add up to.
+            norm: its weight (D,).
+            qkv: the weight ((H + 2 K) d, D) of joined projections: queries, keys, values.
+            bias: theirs, if they have any.
+            heads: what becomes of them.
+
+        Returns:
+            Queries (N, H, d), scaled; keys and values (N, K, d); and for the gradient the norm's scales (N,), and the
+            projections (N, (H + 2 K) d) where heads have norms.
+        """
+        x, qkv = _flat(x, qkv)
+        tokens, kv_heads, d = len(x), heads.kv_heads, heads.size
+        count = len(qkv) // d - 2 * kv_heads
+        q, k, v = (x.new_empty(tokens, n, d) for n in (count, kv_heads, kv_heads))
+        scales, projected = x.new_empty(tokens), x.new_empty(tokens, len(qkv)) if heads.norms else None
+        self._layer_in(
+            *_given(x, norm, qkv, bias, *(heads.norms or (None, None)), heads.cosines, heads.sines, heads.positions),
+            *_given(scales, projected, q, k, v), *x.shape, count, kv_heads, d, heads.scaling, heads.eps,
+        )  # fmt: skip
+        return q, k, v, scales, projected
+
+    def layer_in_backward(
+        self, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, grad_x: Tensor, x: Tensor, norm: Tensor, qkv: Tensor,
+        bias: Tensor | None, heads: Heads, scales: Tensor, projected: Tensor | None,
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        """Gradients of x, to which `grad_x` is added; of norm, qkv, bias; and of the heads' norms, if there are any."""
+        grad_x, x, qkv = _flat(grad_x, x, qkv)
+        count, d = grad_q.shape[1:]
+        normed, grad_projected, grad = torch.empty_like(x), x.new_empty(len(x), len(qkv)), torch.empty_like(x)
+        grad_norm, grad_bias, *grad_norms = (
+            None if weight is None else torch.empty_like(weight) for weight in (norm, bias, *heads.norms)
+        )
+        self._layer_in_backward(
+            *_given(grad_q, grad_k, grad_v, grad_x, x, norm, qkv, *(heads.norms or (None, None))),
+            *_given(heads.cosines, heads.sines, heads.positions, scales, projected, normed, grad_projected, grad),
+            *_given(grad_norm, grad_bias, *(grad_norms or (None, None))),
+            *x.shape, count, heads.kv_heads, d, heads.scaling, heads.eps,
+        )  # fmt: skip
+        return grad, grad_norm, grad_projected.T @ normed, grad_bias, *grad_norms
+
+    def layer_out(
+        self, x: Tensor, attended: Tensor, out: Tensor, norm: Tensor, gate_up: Tensor, down: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """A layer from its attention on.
+
+        Args:
+            x: (N, D), what the layers before it add up to.
+            attended: (N, H d), by its attention.
+            out: the weight (D, H d) that this is multiplied by,
+            norm: the norm's (D,),
+            gate_up: that of gate and up (2 I, D), joined,
+            down: and the last one's (D, I).
+            eps: of the norm.
+
+        Returns:
+            The sum (N, D) with this layer; and for the gradient that before the norm (N, D), the norm's scales (N,),
+            gate and up (N, 2 I).
+        """
+        x, attended, out, gate_up, down = _flat(x, attended, out, gate_up, down)
+        middle, y = torch.empty_like(x), torch.empty_like(x)
+        scales, joined = x.new_empty(len(x)), x.new_empty(len(x), len(gate_up))
+        addresses = _given(x, attended, out, norm, gate_up, down, middle, scales, joined, y)
+        self._layer_out(*addresses, *x.shape, attended.shape[1], down.shape[1], eps)
+        return y, middle, scales, joined
+
+    def layer_out_backward(
+        self, grad: Tensor, attended: Tensor, out: Tensor, norm: Tensor, gate_up: Tensor, down: Tensor, middle: Tensor,
+        scales: Tensor, joined: Tensor,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        """Gradients of x, attended, and the four weights."""
+        grad, attended, out, gate_up, down = _flat(grad, attended, out, gate_up, down)
+        tokens, inner = len(grad), down.shape[1]
+        gated, grad_joined = grad.new_empty(tokens, inner), torch.empty_like(joined)
+        normed, grad_middle, grad_attended = (torch.empty_like(given) for given in (grad, grad, attended))
+        grad_norm = torch.empty_like(norm)
+        addresses = _given(
+            grad, middle, scales, joined, out, norm, gate_up, down, gated, grad_joined, normed, grad_middle,
+            grad_attended, grad_norm,
+        )  # fmt: skip
+        self._layer_out_backward(*addresses, *grad.shape, attended.shape[1], inner)
+        weights = (grad_middle.T @ attended, grad_norm, grad_joined.T @ normed, grad.T @ gated)
+        return grad_middle, grad_attended, *weights
 
     def rms_norm(
         self, x: Tensor, change: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype = torch.float32
@@ -476,6 +593,16 @@ def weight_tiles(weight: Tensor) -> Tensor:
 
 def _place(numbers: array[int]) -> int:
     return numbers.buffer_info()[0]
+
+
+def _flat(*tensors: Tensor) -> Iterator[Tensor]:
+    """They are read by address, one number after the other."""
+    return (tensor.contiguous() for tensor in tensors)
+
+
+def _given(*tensors: Tensor | None) -> Iterator[int]:
+    """Addresses; 0 of what is missing."""
+    return (0 if tensor is None else tensor.data_ptr() for tensor in tensors)
 
 
 def _addresses(*tensors: Tensor) -> Iterator[int]:

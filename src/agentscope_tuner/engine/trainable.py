@@ -10,22 +10,22 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from agentscope_tuner.algorithms.packing import PackedTree
+from agentscope_tuner.algorithms.packing import PackedTree, pack
 from agentscope_tuner.config import EngineConfig
 from agentscope_tuner.engine.attention import CausalLayout, Layout
-from agentscope_tuner.engine.decoder import has_fused_form, kernels_for, rotary_table
+from agentscope_tuner.engine.decoder import has_fused_form, is_small, kernels_for, rotary_table
 from agentscope_tuner.engine.models import LoadedModel
-from agentscope_tuner.engine.native import NativeKernels
+from agentscope_tuner.engine.native import Heads, NativeKernels
 from agentscope_tuner.engine.products import computes_wide, linears, onednn_is_exact
 from agentscope_tuner.engine.tree_attention import TreeLayout
 
 _TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 
-Forward = Callable[[Tensor, Tensor, Layout], Tensor]
-"""From token ids and absolute positions (1, N) to hidden states (1, N, D)."""
+Forward = Callable[[Tensor, Tensor, Layout, Tensor | None], Tensor]
+"""From token ids and absolute positions (1, N) to hidden states (1, N, D), or (1, n, D) of certain places (n,)."""
 _HEAD_ELEMENTS = 2**24
 
 
@@ -139,8 +139,8 @@ class TrainableDecoder:
         self._eps = loaded.model.config.rms_norm_eps
         self._cosines, self._sines = (table.float() for table in rotary_table(loaded))
 
-    def hidden_states(self, ids: Tensor, positions: Tensor, layout: Layout) -> Tensor:
-        """(1, N) token ids and absolute positions to (1, N, D)."""
+    def hidden_states(self, ids: Tensor, positions: Tensor, layout: Layout, rows: Tensor | None = None) -> Tensor:
+        """(1, N) token ids and absolute positions to (1, N, D), or (1, n, D) of the places in `rows` (n,)."""
         base = self._loaded.model.get_decoder()
         x = base.embed_tokens(ids[0]).float()
         y: Tensor | None = None
@@ -151,8 +151,10 @@ class TrainableDecoder:
             k = self._heads(attention.k_proj(normed), attention, "k_norm", positions[0])
             v = attention.v_proj(normed).float().unflatten(-1, (-1, attention.head_dim))
             q, k, v = (heads.transpose(0, 1)[None] for heads in (q, k, v))
-            attended = layout.attend(index, q, k, v, attention.scaling)
-            y = attention.o_proj(attended.flatten(2).squeeze(0).to(self._outer))
+            attended = layout.attend(index, q, k, v, attention.scaling).flatten(2).squeeze(0)
+            if index == len(base.layers) - 1:
+                x, attended = _take(rows, x, attended)
+            y = attention.o_proj(attended.to(self._outer))
             x, normed = self._add_norm(x, y, block.post_attention_layernorm)
             gated: Tensor = _Gate.apply(mlp.gate_proj(normed), mlp.up_proj(normed), self._kernels)  # type: ignore[no-untyped-call]
             y = mlp.down_proj(gated)
@@ -176,6 +178,91 @@ class TrainableDecoder:
         return rotated
 
 
+def _take(rows: Tensor | None, *given: Tensor) -> tuple[Tensor, ...]:
+    """Of the last layer, what comes after attention is needed only for them: nobody attends to it."""
+    return given if rows is None else tuple(one.index_select(0, rows) for one in given)
+
+
+class LayerDecoder(TrainableDecoder):
+    """The same for small models in float32 whose linear layers are plain: two calls a layer, beside attention.
+
+    A thread takes rows from one product to the next while they are in its core's cache, and nothing in between takes a
+    pass over memory, or a call, of its own.
+    """
+
+    def hidden_states(self, ids: Tensor, positions: Tensor, layout: Layout, rows: Tensor | None = None) -> Tensor:
+        """(1, N) token ids and absolute positions to (1, N, D), or (1, n, D) of the places in `rows` (n,)."""
+        assert isinstance(layout, TreeLayout)
+        base = self._loaded.model.get_decoder()
+        x = base.embed_tokens(ids[0])
+        for block in base.layers:
+            attention, mlp = block.self_attn, block.mlp
+            projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+            biases = [projection.bias for projection in projections if projection.bias is not None]
+            norms = [attention.q_norm.weight, attention.k_norm.weight] if hasattr(attention, "q_norm") else []
+            heads = Heads(
+                norms, self._cosines, self._sines, positions[0], len(attention.k_proj.weight) // attention.head_dim,
+                attention.scaling, self._eps,
+            )  # fmt: skip
+            x, attended = _LayerIn.apply(
+                x, block.input_layernorm.weight, torch.cat([projection.weight for projection in projections]),
+                torch.cat(biases) if biases else None, heads, layout, self._kernels, *norms,
+            )  # type: ignore[no-untyped-call]  # fmt: skip
+            if block is base.layers[-1]:
+                x, attended = _take(rows, x, attended)
+            x = _LayerOut.apply(
+                x, attended, attention.o_proj.weight, block.post_attention_layernorm.weight,
+                torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]), mlp.down_proj.weight, self._eps, self._kernels,
+            )  # type: ignore[no-untyped-call]  # fmt: skip
+        return self._norm(x, base.norm, torch.float32)[None]
+
+
+class _LayerIn(torch.autograd.Function):
+    """From the sum x (N, D) to itself, and what is attended to (N, H d)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, norm: Tensor, qkv: Tensor, bias: Tensor | None, heads: Heads, layout: TreeLayout,
+        kernels: NativeKernels, *head_norms: Tensor,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        q, k, v, scales, projected = kernels.layer_in(x, norm, qkv, bias, heads)
+        attended, logsums = kernels.tree_attend(q, k, v, layout.stretches, layout.spans)
+        ctx.save_for_backward(x, norm, qkv, bias, scales, projected, q, k, v, attended, logsums)
+        ctx.heads, ctx.layout, ctx.kernels = heads, layout, kernels
+        return x, attended.flatten(1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, norm, qkv, bias, scales, projected, q, k, v, attended, logsums = ctx.saved_tensors
+        grad_x, grad = grads
+        stretches, spans = ctx.layout.stretches, ctx.layout.spans
+        along = ctx.kernels.tree_attend_backward(grad.view_as(q), q, k, v, attended, logsums, stretches, spans)
+        first, second, third, fourth, *head_norms = ctx.kernels.layer_in_backward(
+            *along, grad_x, x, norm, qkv, bias, ctx.heads, scales, projected
+        )
+        return first, second, third, fourth, None, None, None, *head_norms
+
+
+class _LayerOut(torch.autograd.Function):
+    """From the sum (N, D) and what was attended to (N, H d) to the sum with this layer."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, attended: Tensor, out: Tensor, norm: Tensor, gate_up: Tensor, down: Tensor, eps: float,
+        kernels: NativeKernels,
+    ) -> Tensor:  # fmt: skip
+        y, *kept = kernels.layer_out(x, attended, out, norm, gate_up, down, eps)
+        ctx.save_for_backward(attended, out, norm, gate_up, down, *kept)
+        ctx.kernels = kernels
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return *ctx.kernels.layer_out_backward(grads[0], *ctx.saved_tensors), None, None
+
+
 class TreePass:
     """A model's forward pass over packed trees, gradients included."""
 
@@ -189,12 +276,12 @@ class TreePass:
         self._attention = None if modules and loaded.model.dtype != torch.float32 else self.kernels
         onednn_is_exact()
 
-    def hidden(self, tree: PackedTree) -> Tensor:
-        """Hidden states (N, D) of a tree's N packed tokens."""
+    def hidden(self, tree: PackedTree, rows: Tensor | None = None) -> Tensor:
+        """Hidden states (N, D) of a tree's N packed tokens, or (n, D) of some, `rows` (n,), in any order."""
         device = self.loaded.device
         ids, positions = (torch.tensor([values], device=device) for values in (tree.ids, tree.positions))
         with linears(wide=self._wide):
-            return self.forward(ids, positions, TreeLayout(tree, device, self._attention)).squeeze(0)
+            return self.forward(ids, positions, TreeLayout(tree, device, self._attention), rows).squeeze(0)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(n, D) to (n, V)."""
@@ -215,29 +302,50 @@ def choose_forward(loaded: LoadedModel, kernels: NativeKernels | None, *, wide: 
         return loaded.hidden_states
     length = min(12, loaded.max_model_len)
     # Not from token 0: it often pads, and the norm of its embedding, which is zero then, has no useful gradient.
-    probe = (torch.arange(1, length + 1) * 7919 % loaded.vocabulary)[None]
-    positions = torch.arange(length)[None]
-    learning = [*loaded.trainable_parameters().values()][:8]
+    tree = pack([(torch.arange(1, length + 1) * 7919 % loaded.vocabulary).tolist()], max_tokens=length)[0]
+    probe, positions = torch.tensor([tree.ids]), torch.tensor([tree.positions])
+    learning = [*loaded.trainable_parameters().values()][:13]  # at most the embedding and the first layer
 
-    def outcome(forward: Forward) -> list[Tensor]:
+    def outcome(forward: Forward, layout: Layout) -> list[Tensor]:
         with torch.enable_grad():
-            hidden = forward(probe, positions, CausalLayout())
+            hidden = forward(probe, positions, layout, None)
             toward = torch.linspace(-1, 1, hidden.numel()).view_as(hidden)
             grads = torch.autograd.grad((hidden * toward).sum(), learning, allow_unused=True)
         return [hidden.detach(), *(torch.zeros(()) if grad is None else grad for grad in grads)]
 
-    expected = outcome(loaded.hidden_states)
-    try:
-        candidate = TrainableDecoder(loaded, kernels, wide=wide)
-        with linears(wide=wide):
-            found = outcome(candidate.hidden_states)
-    except (AttributeError, RuntimeError):  # a layer is missing or has another form
-        return loaded.hidden_states
+    expected = outcome(loaded.hidden_states, CausalLayout())
+    for kind in (LayerDecoder, TrainableDecoder) if _is_small_and_plain(loaded) else (TrainableDecoder,):
+        try:
+            candidate = kind(loaded, kernels, wide=wide)
+            with linears(wide=wide):
+                found = outcome(candidate.hidden_states, TreeLayout(tree, loaded.device, kernels))
+        except (AttributeError, RuntimeError):  # a layer is missing or has another form
+            continue
+        if _agree(found, expected, loaded.model.dtype):
+            return candidate.hidden_states
+    return loaded.hidden_states
+
+
+def _is_small_and_plain(loaded: LoadedModel) -> bool:
+    """Whether it is one for `LayerDecoder`."""
+    if loaded.model.dtype != torch.float32 or not is_small(loaded):
+        return False
+    for block in loaded.model.get_decoder().layers:
+        attention, mlp = block.self_attn, block.mlp
+        joined = (attention.q_proj, attention.k_proj, attention.v_proj)
+        others = (attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+        if any(type(layer) is not nn.Linear for layer in (*joined, *others)):
+            return False
+        if len({layer.bias is None for layer in joined}) > 1 or any(layer.bias is not None for layer in others):
+            return False
+    return True
+
+
+def _agree(found: list[Tensor], expected: list[Tensor], dtype: torch.dtype) -> bool:
     if any(a.shape != b.shape for a, b in zip(found, expected, strict=True)):
-        return loaded.hidden_states
+        return False
     norms = torch.tensor([[(a - b).norm(), b.norm()] for a, b in zip(found, expected, strict=True)])
-    if loaded.model.dtype == torch.bfloat16:
+    if dtype == torch.bfloat16:
         # What the modules round away is most of some small gradients, so all gradients count together.
         norms = torch.stack([norms[0], norms[1:].norm(dim=0)])
-    near = norms.isfinite().all() and (norms[:, 0] <= _TOLERANCES[loaded.model.dtype] * norms[:, 1]).all()
-    return candidate.hidden_states if near else loaded.hidden_states
+    return bool(norms.isfinite().all() and (norms[:, 0] <= _TOLERANCES[dtype] * norms[:, 1]).all())

@@ -47,7 +47,7 @@ class TreeLayout:
     def __init__(self, tree: PackedTree, device: torch.device, kernels: NativeKernels | None = None) -> None:
         self._kernels = kernels
         if kernels is not None:
-            self._stretches, self._spans = _stretches(tree)
+            self.stretches, self.spans = _stretches(tree)
             return
         masks: dict[int, Tensor] = {}
 
@@ -67,7 +67,7 @@ class TreeLayout:
         # Tokens first: gathering rows, and adding their gradients, is then one contiguous copy each.
         q, k, v = (x.squeeze(0).transpose(0, 1) for x in (q * scaling, k, v))
         if self._kernels is not None:
-            compiled: Tensor = _CompiledTreeAttention.apply(q, k, v, self._stretches, self._spans, self._kernels)  # type: ignore[no-untyped-call]
+            compiled: Tensor = _CompiledTreeAttention.apply(q, k, v, self.stretches, self.spans, self._kernels)  # type: ignore[no-untyped-call]
             return compiled[None]
         out: Tensor = _TreeAttention.apply(q, k, v, self._blocks)  # type: ignore[no-untyped-call]
         return out[None]

@@ -136,9 +136,10 @@ struct Attention {
     }
 };
 
-// sum += change (where there is one), and out = sum / sqrt(mean(sum^2) + eps) * weight.
+// sum += change (where there is one), and out = sum * by * weight, with by = 1 / sqrt(mean(sum^2) + eps), which is
+// returned.
 template <class Change, class T, class Out>
-void add_norm(float* sum, const Change* change, const T* weight, Out* out, int64_t d, float eps) {
+float add_norm(float* sum, const Change* change, const T* weight, Out* out, int64_t d, float eps) {
     float squares = 0;
     if (change != nullptr) {
 #pragma omp simd reduction(+ : squares)
@@ -153,6 +154,24 @@ void add_norm(float* sum, const Change* change, const T* weight, Out* out, int64
     const float by = 1 / std::sqrt(squares / d + eps);
 #pragma omp simd
     for (int64_t j = 0; j < d; j++) put(out + j, sum[j] * by * number(weight[j]));
+    return by;
+}
+
+// A projected head (d) as attention reads it: its norm, where there is a weight for it, turned; times `scaling`.
+template <class In, class T>
+void place_head(const In* from, const T* norm, const float* cosines, const float* sines, float* out, int64_t d,
+                float scaling, float eps) {
+    thread_local std::vector<float> in;
+    in.resize(d);
+    for (int64_t j = 0; j < d; j++) in[j] = number(from[j]);
+    if (norm != nullptr) {
+        float squares = 0;
+        for (int64_t j = 0; j < d; j++) squares += in[j] * in[j];
+        scaling /= std::sqrt(squares / d + eps);
+        for (int64_t j = 0; j < d; j++) in[j] *= number(norm[j]);
+    }
+    for (int64_t j = 0; j < d; j++) in[j] *= scaling;
+    turn(in.data(), cosines, sines, out, d / 2, 1);
 }
 
 // How projections become queries, keys and values: norms over heads, which may be missing, then rotary embedding.
@@ -169,28 +188,15 @@ struct Heads {
     // the row's place in the cache.
     template <class In>
     void split(const In* from, float* q, int64_t row) const {
-        thread_local std::vector<float> in, turned;
-        const int64_t d = cache.d, half = d / 2, kv_heads = cache.kv_heads;
-        in.resize(d);
-        turned.resize(d);
+        thread_local std::vector<float> key;
+        const int64_t d = cache.d, kv_heads = cache.kv_heads;
+        key.resize(d);
         const float *c = cosines + positions[row] * d, *s = sines + positions[row] * d;
-        for (int64_t head = 0; head < heads + kv_heads; head++, from += d) {
-            const T* norm = head < heads ? q_norm : k_norm;
-            for (int64_t j = 0; j < d; j++) in[j] = number(from[j]);
-            float by = head < heads ? scaling : 1;
-            if (norm != nullptr) {
-                float squares = 0;
-                for (int64_t j = 0; j < d; j++) squares += in[j] * in[j];
-                by /= std::sqrt(squares / d + eps);
-                for (int64_t j = 0; j < d; j++) in[j] *= number(norm[j]);
-            }
-            for (int64_t j = 0; j < d; j++) in[j] *= by;
-            turn(in.data(), c, s, turned.data(), half, 1);
-            if (head < heads) {
-                std::memcpy(q + head * d, turned.data(), d * sizeof(float));
-            } else {
-                cache.put_key(slots[row], head - heads, own[row], turned.data());
-            }
+        for (int64_t head = 0; head < heads; head++, from += d)
+            place_head(from, q_norm, c, s, q + head * d, d, scaling, eps);
+        for (int64_t head = 0; head < kv_heads; head++, from += d) {
+            place_head(from, k_norm, c, s, key.data(), d, 1, eps);
+            cache.put_key(slots[row], head, own[row], key.data());
         }
         for (int64_t head = 0; head < kv_heads; head++, from += d) cache.put_value(slots[row], head, own[row], from);
     }

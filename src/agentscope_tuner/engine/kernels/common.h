@@ -206,4 +206,32 @@ inline float silu(float gate) {
     return x / (1 + std::exp(-x));
 }
 
+// Gradients of `silu(gate) * up`, by that of it.
+template <class T>
+inline void gate_backward(float grad, float gate, float up, T* grad_gate, T* grad_up) {
+    const float x = bounded(gate), e = std::exp(-x), sigmoid = 1 / (1 + e);
+    put(grad_up, grad * x * sigmoid);
+    // e * sigmoid = 1 - sigmoid, but not rounded
+    put(grad_gate, grad * up * sigmoid * (1 + x * e * sigmoid));
+}
+
+// Gradients of a row's norm `in * by * weight`, where `by` is the inverse root of its mean square, by that of it: of
+// the row, to which `rest` is added if there is any, and, added to `grad_weight`, of the weight.
+template <class T>
+inline void norm_backward(const T* grad, const float* rest, const float* in, const float* weight, float by,
+                          float* grad_in, float* __restrict grad_weight, int64_t d) {
+    float product = 0;
+#pragma omp simd reduction(+ : product)
+    for (int64_t j = 0; j < d; j++) product += number(grad[j]) * weight[j] * in[j];
+    const float pull = product * by * by * by / d;
+#pragma omp simd
+    for (int64_t j = 0; j < d; j++) {
+        grad_in[j] = number(grad[j]) * weight[j] * by - in[j] * pull;
+        grad_weight[j] += number(grad[j]) * in[j] * by;
+    }
+    if (rest == nullptr) return;
+#pragma omp simd
+    for (int64_t j = 0; j < d; j++) grad_in[j] += rest[j];
+}
+
 }  // namespace

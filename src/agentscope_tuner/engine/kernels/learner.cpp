@@ -68,6 +68,17 @@ void scatter(const float* rows, float* x, const Stretch& piece, int64_t kv_heads
         std::memcpy(x + (token * kv_heads + head) * size, rows + (token - piece.first) * size, size * sizeof(float));
 }
 
+// By their bits: with `-ffast-math`, what is not a number may count as equal to zero.
+bool all_zero(const std::vector<float>& numbers) {
+    uint32_t any = 0;
+    for (const float& x : numbers) {
+        uint32_t word;
+        std::memcpy(&word, &x, sizeof(word));
+        any |= word << 1;
+    }
+    return any == 0;
+}
+
 }  // namespace
 
 // Attention along a packed tree. q, out: (tokens, kv_heads, group, d), queries scaled; k, v: (tokens, kv_heads, d);
@@ -124,8 +135,13 @@ extern "C" void tree_attend_backward(const float* grad, const float* q, const fl
             logs.resize(many);
             weights.resize(many * width);
             changes.resize(many * width);
-            gather(q, queries.data(), piece, kv_heads, head, group * d);
             gather(grad, grads.data(), piece, kv_heads, head, group * d);
+            // In the last layer that is most of every prompt.
+            if (all_zero(grads)) {
+                scatter(sums.data(), grad_q, piece, kv_heads, head, group * d);
+                continue;
+            }
+            gather(q, queries.data(), piece, kv_heads, head, group * d);
             gather(out, outs.data(), piece, kv_heads, head, group * d);
             gather(logsums, logs.data(), piece, kv_heads, head, group);
             each_span(piece, [&](int64_t at, int64_t first, int64_t n) {
@@ -195,23 +211,9 @@ void rms_norm_backward(const T* grad, const float* grad_sum, const float* x, con
     std::vector<float> sums(PIECES * d, 0.0f);
 #pragma omp parallel for schedule(static)
     for (int64_t piece = 0; piece < PIECES; piece++) {
-        float* __restrict sum = sums.data() + piece * d;
-        for (int64_t row = piece * rows / PIECES; row < (piece + 1) * rows / PIECES; row++) {
-            const float* const in = x + row * d;
-            const T* const g = grad + row * d;
-            float product = 0;
-#pragma omp simd reduction(+ : product)
-            for (int64_t j = 0; j < d; j++) product += number(g[j]) * weight[j] * in[j];
-            const float by = scale[row], pull = product * by * by * by / d;
-#pragma omp simd
-            for (int64_t j = 0; j < d; j++) {
-                grad_x[row * d + j] = number(g[j]) * weight[j] * by - in[j] * pull;
-                sum[j] += number(g[j]) * in[j] * by;
-            }
-            if (grad_sum == nullptr) continue;
-#pragma omp simd
-            for (int64_t j = 0; j < d; j++) grad_x[row * d + j] += grad_sum[row * d + j];
-        }
+        for (int64_t row = piece * rows / PIECES; row < (piece + 1) * rows / PIECES; row++)
+            norm_backward(grad + row * d, grad_sum == nullptr ? nullptr : grad_sum + row * d, x + row * d, weight,
+                          scale[row], grad_x + row * d, sums.data() + piece * d, d);
     }
     std::fill(grad_weight, grad_weight + d, 0.0f);
     for (int64_t piece = 0; piece < PIECES; piece++)
@@ -242,12 +244,8 @@ void swiglu(const T* gate, const T* up, T* y, int64_t n) {
 template <class T>
 void swiglu_backward(const T* grad, const T* gate, const T* up, T* grad_gate, T* grad_up, int64_t n) {
 #pragma omp parallel for simd schedule(static)
-    for (int64_t i = 0; i < n; i++) {
-        const float x = bounded(number(gate[i])), e = std::exp(-x), sigmoid = 1 / (1 + e), g = number(grad[i]);
-        put(grad_up + i, g * x * sigmoid);
-        // e * sigmoid = 1 - sigmoid, but not rounded
-        put(grad_gate + i, g * number(up[i]) * sigmoid * (1 + x * e * sigmoid));
-    }
+    for (int64_t i = 0; i < n; i++)
+        gate_backward(number(grad[i]), number(gate[i]), number(up[i]), grad_gate + i, grad_up + i);
 }
 
 // The exponential of such a number is 0; so it is of minus infinity, which cannot be multiplied by that.
