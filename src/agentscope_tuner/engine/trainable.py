@@ -139,6 +139,11 @@ class TrainableDecoder:
         self._eps = loaded.model.config.rms_norm_eps
         self._cosines, self._sines = (table.float() for table in rotary_table(loaded))
 
+    @staticmethod
+    def suits(loaded: LoadedModel) -> bool:
+        """Whether it is made for a model of such a family, as far as can be told without a trial."""
+        return True
+
     def hidden_states(self, ids: Tensor, positions: Tensor, layout: Layout, rows: Tensor | None = None) -> Tensor:
         """(1, N) token ids and absolute positions to (1, N, D), or (1, n, D) of the places in `rows` (n,)."""
         base = self._loaded.model.get_decoder()
@@ -190,6 +195,21 @@ class LayerDecoder(TrainableDecoder):
     pass over memory, or a call, of its own.
     """
 
+    @staticmethod
+    def suits(loaded: LoadedModel) -> bool:
+        """Whether all layers are small, without adapters, and without biases but those of queries, keys and values."""
+        if loaded.model.dtype != torch.float32 or not is_small(loaded):
+            return False
+        for block in loaded.model.get_decoder().layers:
+            attention, mlp = block.self_attn, block.mlp
+            joined = (attention.q_proj, attention.k_proj, attention.v_proj)
+            others = (attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+            if any(type(layer) is not nn.Linear for layer in (*joined, *others)):
+                return False
+            if len({layer.bias is None for layer in joined}) > 1 or any(layer.bias is not None for layer in others):
+                return False
+        return True
+
     def hidden_states(self, ids: Tensor, positions: Tensor, layout: Layout, rows: Tensor | None = None) -> Tensor:
         """(1, N) token ids and absolute positions to (1, N, D), or (1, n, D) of the places in `rows` (n,)."""
         assert isinstance(layout, TreeLayout)
@@ -238,10 +258,10 @@ class _LayerIn(torch.autograd.Function):
         grad_x, grad = grads
         stretches, spans = ctx.layout.stretches, ctx.layout.spans
         along = ctx.kernels.tree_attend_backward(grad.view_as(q), q, k, v, attended, logsums, stretches, spans)
-        first, second, third, fourth, *head_norms = ctx.kernels.layer_in_backward(
+        grad_x, grad_norm, grad_qkv, grad_bias, *head_norms = ctx.kernels.layer_in_backward(
             *along, grad_x, x, norm, qkv, bias, ctx.heads, scales, projected
         )
-        return first, second, third, fourth, None, None, None, *head_norms
+        return grad_x, grad_norm, grad_qkv, grad_bias, None, None, None, *head_norms
 
 
 class _LayerOut(torch.autograd.Function):
@@ -314,8 +334,10 @@ def choose_forward(loaded: LoadedModel, kernels: NativeKernels | None, *, wide: 
         return [hidden.detach(), *(torch.zeros(()) if grad is None else grad for grad in grads)]
 
     expected = outcome(loaded.hidden_states, CausalLayout())
-    for kind in (LayerDecoder, TrainableDecoder) if _is_small_and_plain(loaded) else (TrainableDecoder,):
+    for kind in (LayerDecoder, TrainableDecoder):
         try:
+            if not kind.suits(loaded):
+                continue
             candidate = kind(loaded, kernels, wide=wide)
             with linears(wide=wide):
                 found = outcome(candidate.hidden_states, TreeLayout(tree, loaded.device, kernels))
@@ -324,21 +346,6 @@ def choose_forward(loaded: LoadedModel, kernels: NativeKernels | None, *, wide: 
         if _agree(found, expected, loaded.model.dtype):
             return candidate.hidden_states
     return loaded.hidden_states
-
-
-def _is_small_and_plain(loaded: LoadedModel) -> bool:
-    """Whether it is one for `LayerDecoder`."""
-    if loaded.model.dtype != torch.float32 or not is_small(loaded):
-        return False
-    for block in loaded.model.get_decoder().layers:
-        attention, mlp = block.self_attn, block.mlp
-        joined = (attention.q_proj, attention.k_proj, attention.v_proj)
-        others = (attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
-        if any(type(layer) is not nn.Linear for layer in (*joined, *others)):
-            return False
-        if len({layer.bias is None for layer in joined}) > 1 or any(layer.bias is not None for layer in others):
-            return False
-    return True
 
 
 def _agree(found: list[Tensor], expected: list[Tensor], dtype: torch.dtype) -> bool:

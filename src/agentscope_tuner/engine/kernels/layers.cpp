@@ -125,8 +125,8 @@ void each_piece(int64_t rows, Work work) {
         work(piece * PIECE, std::min(PIECE, rows - piece * PIECE), piece);
 }
 
-// A sum over rows (d) of which every piece adds up its own, so that it is the same whoever did them; or no sum, where `to`
-// is missing.
+// A sum (d) over rows, of which every piece adds up its own, so that it is the same whoever did them; none where there is
+// nowhere to put it.
 class RowSum {
    public:
     RowSum(float* to, int64_t d, int64_t rows) : to(to), d(d), parts(to == nullptr ? 0 : pieces_of(rows) * d) {}
