@@ -128,16 +128,24 @@ def half_good(calls: Sequence[ModelCall]) -> list[Datum]:
 def tokens_and_work(size: str, calls: Sequence[ModelCall]) -> tuple[int, int]:
     """What a forward pass over calls runs, if whatever they share is run once: tokens, and multiplications.
 
-    The latter are those in products of matrices, with logits of sampled tokens.
+    The latter are those in products of matrices: logits, and what follows the last layer's attention, only where tokens
+    were sampled.
     """
     vocabulary, width, inner, layers, heads, kv_heads = SIZES[size]
     trees = pack([call.prompt_ids + call.completion_ids[:-1] for call in calls], max_tokens=10**9)
     tokens = sum(len(tree.ids) for tree in trees)
     seen = sum(position + 1 for tree in trees for position in tree.positions)
     sampled = sum(len(call.completion_ids) for call in calls)
-    of_token = layers * width * (2 * width + 2 * width * kv_heads // heads + 3 * inner)
+    predicting = sum(
+        len({place for member, where in zip(tree.members, tree.where, strict=True)
+             for place in where[len(calls[member].prompt_ids) - 1 :]})
+        for tree in trees
+    )  # fmt: skip
+    before = layers * width * (width + 2 * width * kv_heads // heads)
+    after = width * (width + 3 * inner)
     of_seen = layers * 2 * width  # the weight of a token that another one attends to, and what is summed up
-    return tokens, tokens * of_token + seen * of_seen + sampled * vocabulary * width
+    work = tokens * (before + (layers - 1) * after) + predicting * after
+    return tokens, work + seen * of_seen + sampled * vocabulary * width
 
 
 def relative_error(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> float:
