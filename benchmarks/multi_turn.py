@@ -8,8 +8,8 @@ or what an agent thought, 32 of the 48 tokens, is missing from its later prompts
 `tree` is what the learner does: whatever is equal in an episode and its group is run once. All three are the learner; a
 first token that differs is what keeps sequences apart. So no side gains by a better implementation. `tokens` is the
 ratio of tokens, each counted once however many passes there are. That is more than there is to gain: a token attends to
-as many others wherever it is run, and logits are computed of sampled tokens only. `work` is the ratio of
-multiplications.
+as many others wherever it is run, and logits, and what follows the last layer's attention, are computed only where
+tokens were sampled. `work` is the ratio of multiplications.
 
 Before anything is timed, the gradient of a tree is compared with the sum of those of its calls.
 """

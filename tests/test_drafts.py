@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_tools import load, play, start
+from engine_tools import greedy, load, play, start
 
 from agentscope_tuner.config import LoraConfig
 from agentscope_tuner.engine import completions
 from agentscope_tuner.engine import drafts as drafts_module
+from agentscope_tuner.engine.completions import Completions
 from agentscope_tuner.engine.drafts import CONTEXT, Drafts
 from agentscope_tuner.engine.sampler import Sampler
 from agentscope_tuner.engine.trial import native_kernels
@@ -247,3 +248,19 @@ def test_new_weights_start_an_empty_table(tiny_model_dir: Path) -> None:
     assert guesses(drafts, [1, 2, 3], 1) == [4]
     sampler.weights_changed(1)
     assert guesses(drafts, [1, 2, 3], 1) == []
+
+
+@compiled
+def test_nothing_is_guessed_where_every_row_is_paid_for(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int]] = []
+    lines = Completions.lines
+
+    def recorded(self: Completions, plan: object, guesses: int, steps: int) -> object:
+        asked.append((len(self), guesses))
+        return lines(self, plan, guesses, steps)
+
+    monkeypatch.setattr(Completions, "lines", recorded)
+    greedy(start(load(tiny_model_dir), max_slots=64), [[5, 6, 7 + i] for i in range(40)], tokens=24)
+    greedy(start(load(tiny_model_dir), max_slots=64), [[5, 6, 7 + i] for i in range(4)], tokens=24)
+    assert {guesses for rows, guesses in asked if rows > 16} == {0}
+    assert 7 in {guesses for rows, guesses in asked if rows == 4}

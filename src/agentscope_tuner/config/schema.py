@@ -253,8 +253,8 @@ class EngineConfig(_Config):
     prefill_tokens: int = Field(default=4096, ge=16)
     """Prompt tokens computed at once."""
     draft_tokens: int = Field(default=16, ge=0)
-    """Tokens guessed ahead, from what was said before, and verified together. Takes fewer steps and changes no token.
-    0: none. Without compiled steps there are none either."""
+    """Most tokens guessed ahead of a completion, from what was said before, and verified together. Takes fewer steps
+    and changes no token. 0: none. With many completions at once there are none either, nor without compiled steps."""
     micro_batch_tokens: int | None = Field(default=None, ge=16)
     """Tokens per forward and backward pass of the learner, beside those that a long beginning shared by several
     sequences has. None: 1536 on a CPU, where more take memory but save no time, and 6144 on a GPU."""

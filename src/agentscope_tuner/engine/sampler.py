@@ -40,6 +40,9 @@ _EARLY, _EARLY_SHARE = 16, 4
 """With so many waiting requests, if they are this fraction (one over it) of the open episodes, a small model begins."""
 _STEPS = 8
 """So many steps of a small model are taken at once, where nobody can come or go in between."""
+_CHEAP_ROWS = 32
+"""A step of so many rows takes little longer than one of a single row, which reads all weights as well. Further rows
+are paid for one by one, so nothing is gained by guesses there, even by those that hold."""
 _ACTING = 8
 """So many agents act about as long as a step of a small model takes; while more of them do, more steps are taken."""
 
@@ -70,7 +73,6 @@ class Sampler:
         """
         self._loaded = loaded
         self._runner = ModelRunner(loaded, engine)
-        self._prefill_tokens = engine.prefill_tokens
         self._draft_tokens = engine.draft_tokens
         self._drafts = Drafts(self._runner.cache.kernels) if self._runner.cache.kernels is not None else None
         self._patience = self._most_patience = engine.patience_ms / 1000
@@ -417,8 +419,9 @@ class Sampler:
         completions = self._completions
         slots = [*self._trunk_slots.values(), *(request.slot for request in self._prefilling)]
         plan = self._runner.plan(slots, beside=len(completions)) if slots else {}
-        guesses = max(0, min(self._draft_tokens, self._prefill_tokens // max(1, len(completions)) - 1))
         complete = [request for request in self._prefilling if plan.get(request.slot) == request.slot.missing]
+        rows = len(completions) + len(complete)
+        guesses = max(0, min(self._draft_tokens, _CHEAP_ROWS // max(1, rows) - 1))
         self._prefilling = [request for request in self._prefilling if plan.get(request.slot) != request.slot.missing]
         draws = self._runner.draws and not (completions.truncating or any(r.params.truncates for r in complete))
         if not draws:
