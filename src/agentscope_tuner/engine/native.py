@@ -206,8 +206,7 @@ class NativeKernels:
     def add_norm(self, x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         """Add y (N, D) to x (N, D) float32 in place; the RMS norm of the sum (N, D), in the type of `weight` (D,)."""
         out = torch.empty(x.shape, dtype=weight.dtype)
-        given = 0 if y is None else y.data_ptr()
-        self._add_norm[weight.dtype](x.data_ptr(), given, weight.data_ptr(), out.data_ptr(), *x.shape, eps)
+        self._add_norm[weight.dtype](*_addresses(x, y, weight, out), *x.shape, eps)
         return out
 
     def split_heads(
@@ -324,8 +323,7 @@ class NativeKernels:
         x = x.contiguous()
         out = x.new_empty(*x.shape[:-1], outputs)
         inputs = x.shape[-1]
-        given = 0 if bias is None else bias.data_ptr()
-        self._multiply(x.data_ptr(), tiles.data_ptr(), given, out.data_ptr(), x.numel() // inputs, inputs, outputs)
+        self._multiply(*_addresses(x, tiles, bias, out), x.numel() // inputs, inputs, outputs)
         return out
 
     def draw(self, logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
@@ -422,8 +420,9 @@ class NativeKernels:
         q, k, v = (x.new_empty(tokens, n, d) for n in (count, kv_heads, kv_heads))
         scales, projected = x.new_empty(tokens), x.new_empty(tokens, len(qkv)) if heads.norms else None
         self._layer_in(
-            *_given(x, norm, qkv, bias, *(heads.norms or (None, None)), heads.cosines, heads.sines, heads.positions),
-            *_given(scales, projected, q, k, v), *x.shape, count, kv_heads, d, heads.scaling, heads.eps,
+            *_addresses(x, norm, qkv, bias, *(heads.norms or (None, None)), heads.cosines, heads.sines),
+            *_addresses(heads.positions, scales, projected, q, k, v), *x.shape, count, kv_heads, d, heads.scaling,
+            heads.eps,
         )  # fmt: skip
         return q, k, v, scales, projected
 
@@ -439,9 +438,9 @@ class NativeKernels:
             None if weight is None else torch.empty_like(weight) for weight in (norm, bias, *heads.norms)
         )
         self._layer_in_backward(
-            *_given(grad_q, grad_k, grad_v, grad_x, x, norm, qkv, *(heads.norms or (None, None))),
-            *_given(heads.cosines, heads.sines, heads.positions, scales, projected, normed, grad_projected, grad),
-            *_given(grad_norm, grad_bias, *(grad_norms or (None, None))),
+            *_addresses(grad_q, grad_k, grad_v, grad_x, x, norm, qkv, *(heads.norms or (None, None))),
+            *_addresses(heads.cosines, heads.sines, heads.positions, scales, projected, normed, grad_projected, grad),
+            *_addresses(grad_norm, grad_bias, *(grad_norms or (None, None))),
             *x.shape, count, heads.kv_heads, d, heads.scaling, heads.eps,
         )  # fmt: skip
         return grad, grad_norm, grad_projected.T @ normed, grad_bias, *grad_norms
@@ -467,7 +466,7 @@ class NativeKernels:
         x, attended, out, gate_up, down = _flat(x, attended, out, gate_up, down)
         middle, y = torch.empty_like(x), torch.empty_like(x)
         scales, joined = x.new_empty(len(x)), x.new_empty(len(x), len(gate_up))
-        addresses = _given(x, attended, out, norm, gate_up, down, middle, scales, joined, y)
+        addresses = _addresses(x, attended, out, norm, gate_up, down, middle, scales, joined, y)
         self._layer_out(*addresses, *x.shape, attended.shape[1], down.shape[1], eps)
         return y, middle, scales, joined
 
@@ -481,7 +480,7 @@ class NativeKernels:
         gated, grad_joined = grad.new_empty(tokens, inner), torch.empty_like(joined)
         normed, grad_middle, grad_attended = (torch.empty_like(given) for given in (grad, grad, attended))
         grad_norm = torch.empty_like(norm)
-        addresses = _given(
+        addresses = _addresses(
             grad, middle, scales, joined, out, norm, gate_up, down, gated, grad_joined, normed, grad_middle,
             grad_attended, grad_norm,
         )  # fmt: skip
@@ -509,8 +508,7 @@ class NativeKernels:
         change = None if change is None else change.contiguous()
         total = x if change is None else torch.empty_like(x)
         y, scale = torch.empty_like(x, dtype=dtype), x.new_empty(x.shape[:-1])
-        given = 0 if change is None else change.data_ptr()
-        self._rms_norm[dtype](x.data_ptr(), given, *_addresses(weight, total, y, scale), x.numel() // d, d, eps)
+        self._rms_norm[dtype](*_addresses(x, change, weight, total, y, scale), x.numel() // d, d, eps)
         return total, y, scale
 
     def rms_norm_backward(
@@ -519,10 +517,9 @@ class NativeKernels:
         """Gradients of the sum and of weight, in float32, by that of the norm and what else there is of the sum's."""
         grad, d = grad.contiguous(), total.shape[-1]
         grad_total = None if grad_total is None else grad_total.contiguous()
-        given = 0 if grad_total is None else grad_total.data_ptr()
         grad_x, grad_weight = torch.empty_like(total), torch.empty_like(weight)
-        addresses = _addresses(total, weight, scale, grad_x, grad_weight)
-        self._rms_norm_backward[grad.dtype](grad.data_ptr(), given, *addresses, total.numel() // d, d)
+        addresses = _addresses(grad, grad_total, total, weight, scale, grad_x, grad_weight)
+        self._rms_norm_backward[grad.dtype](*addresses, total.numel() // d, d)
         return grad_x, grad_weight
 
     def rotate(self, x: Tensor, cosines: Tensor, sines: Tensor, positions: Tensor, *, back: bool = False) -> Tensor:
@@ -600,10 +597,6 @@ def _flat(*tensors: Tensor) -> Iterator[Tensor]:
     return (tensor.contiguous() for tensor in tensors)
 
 
-def _given(*tensors: Tensor | None) -> Iterator[int]:
-    """Addresses; 0 of what is missing."""
+def _addresses(*tensors: Tensor | None) -> Iterator[int]:
+    """Of tensors; 0 of what is missing."""
     return (0 if tensor is None else tensor.data_ptr() for tensor in tensors)
-
-
-def _addresses(*tensors: Tensor) -> Iterator[int]:
-    return (tensor.data_ptr() for tensor in tensors)
