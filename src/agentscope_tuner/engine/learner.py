@@ -21,9 +21,9 @@ from agentscope_tuner.algorithms.distributions import temper, truncate
 from agentscope_tuner.algorithms.losses import entropy, k3_divergence, policy_loss
 from agentscope_tuner.algorithms.packing import PackedTree, pack
 from agentscope_tuner.config import AlgorithmConfig, EngineConfig
+from agentscope_tuner.engine.learner_kernels import LearnerKernels
 from agentscope_tuner.engine.memory import SPARE, PassTokens, pass_tokens
 from agentscope_tuner.engine.models import LoadedModel
-from agentscope_tuner.engine.native import NativeKernels
 from agentscope_tuner.engine.optimizer import Optimizer
 from agentscope_tuner.engine.products import onednn_products
 from agentscope_tuner.engine.trainable import TreePass, choose, head_rows
@@ -380,7 +380,7 @@ def token_logprobs(
     tokens: Tensor,
     column: _EntryColumns,
     rows: slice,
-    kernels: NativeKernels | None,
+    kernels: LearnerKernels | None,
     *,
     entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:

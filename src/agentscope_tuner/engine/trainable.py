@@ -17,8 +17,8 @@ from agentscope_tuner.algorithms.packing import PackedTree, pack
 from agentscope_tuner.config import EngineConfig
 from agentscope_tuner.engine.attention import CausalLayout, Layout
 from agentscope_tuner.engine.decoder import has_fused_form, is_small, kernels_for, rotary_table
+from agentscope_tuner.engine.learner_kernels import Heads, LearnerKernels
 from agentscope_tuner.engine.models import LoadedModel
-from agentscope_tuner.engine.native import Heads, NativeKernels
 from agentscope_tuner.engine.products import computes_wide, linears, onednn_is_exact
 from agentscope_tuner.engine.tree_attention import TreeLayout
 
@@ -36,7 +36,7 @@ def head_rows(vocabulary: int) -> int:
 
 class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, kernels: NativeKernels) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, kernels: LearnerKernels) -> Tensor:
         total, y, scale = kernels.rms_norm(x, None, weight, eps, dtype)
         ctx.save_for_backward(total, weight, scale)
         ctx.kernels = kernels
@@ -53,7 +53,7 @@ class _AddNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, change: Tensor, weight: Tensor, eps: float, kernels: NativeKernels
+        ctx: Any, x: Tensor, change: Tensor, weight: Tensor, eps: float, kernels: LearnerKernels
     ) -> tuple[Tensor, Tensor]:
         total, y, scale = kernels.rms_norm(x, change, weight, eps, change.dtype)
         ctx.save_for_backward(total, weight, scale)
@@ -72,7 +72,7 @@ class _AddNorm(torch.autograd.Function):
 class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, cosines: Tensor, sines: Tensor, positions: Tensor, kernels: NativeKernels
+        ctx: Any, x: Tensor, cosines: Tensor, sines: Tensor, positions: Tensor, kernels: LearnerKernels
     ) -> Tensor:
         ctx.tables = (cosines, sines, positions)
         ctx.kernels = kernels
@@ -87,7 +87,7 @@ class _Rotate(torch.autograd.Function):
 
 class _Gate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, kernels: NativeKernels) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, kernels: LearnerKernels) -> Tensor:
         ctx.save_for_backward(gate, up)
         ctx.kernels = kernels
         gated: Tensor = kernels.swiglu(gate, up)
@@ -102,7 +102,7 @@ class _Gate(torch.autograd.Function):
 class _Choose(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, tokens: Tensor, temperatures: Tensor, kernels: NativeKernels
+        ctx: Any, logits: Tensor, tokens: Tensor, temperatures: Tensor, kernels: LearnerKernels
     ) -> tuple[Tensor, Tensor]:
         logprobs, entropies, logsums = kernels.choose(logits, tokens, temperatures)
         ctx.save_for_backward(tokens, temperatures, entropies, logsums)
@@ -116,7 +116,7 @@ class _Choose(torch.autograd.Function):
         return ctx.kernels.choose_backward(*grads, logits, *ctx.saved_tensors), None, None, None
 
 
-def choose(logits: Tensor, tokens: Tensor, temperatures: Tensor, kernels: NativeKernels) -> tuple[Tensor, Tensor]:
+def choose(logits: Tensor, tokens: Tensor, temperatures: Tensor, kernels: LearnerKernels) -> tuple[Tensor, Tensor]:
     """Log-probabilities (n,) of tokens (n,), and entropies (n,), by logits (n, V) at temperatures (n,); 0 counts as 1.
 
     Gradients are written where the logits were, so nothing else may need these.
@@ -132,7 +132,7 @@ class TrainableDecoder:
     where they compute in it, and otherwise in the type of the weights.
     """
 
-    def __init__(self, loaded: LoadedModel, kernels: NativeKernels, *, wide: bool) -> None:
+    def __init__(self, loaded: LoadedModel, kernels: LearnerKernels, *, wide: bool) -> None:
         self._loaded = loaded
         self._kernels = kernels
         self._outer = torch.float32 if wide else loaded.model.dtype
@@ -243,7 +243,7 @@ class _LayerIn(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, norm: Tensor, qkv: Tensor, bias: Tensor | None, heads: Heads, layout: TreeLayout,
-        kernels: NativeKernels, *head_norms: Tensor,
+        kernels: LearnerKernels, *head_norms: Tensor,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         q, k, v, scales, projected = kernels.layer_in(x, norm, qkv, bias, heads)
         attended, logsums = kernels.tree_attend(q, k, v, layout.stretches, layout.spans)
@@ -270,7 +270,7 @@ class _LayerOut(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, attended: Tensor, out: Tensor, norm: Tensor, gate_up: Tensor, down: Tensor, eps: float,
-        kernels: NativeKernels,
+        kernels: LearnerKernels,
     ) -> Tensor:  # fmt: skip
         y, *kept = kernels.layer_out(x, attended, out, norm, gate_up, down, eps)
         ctx.save_for_backward(attended, out, norm, gate_up, down, *kept)
@@ -310,7 +310,7 @@ class TreePass:
         return logits
 
 
-def choose_forward(loaded: LoadedModel, kernels: NativeKernels | None, *, wide: bool = False) -> Forward:
+def choose_forward(loaded: LoadedModel, kernels: LearnerKernels | None, *, wide: bool = False) -> Forward:
     """The fastest forward pass that computes what the model's modules compute, gradients included.
 
     Args:

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from agentscope_tuner.algorithms.packing import Family, PackedTree
 from agentscope_tuner.engine.attention import CHUNK, causal_mask, softmax
-from agentscope_tuner.engine.native import NativeKernels
+from agentscope_tuner.engine.learner_kernels import LearnerKernels
 
 BLOCK = 2**18
 """About so many scores, of one key-value head and one query head, make a block."""
@@ -44,7 +44,7 @@ class _Block:
 class TreeLayout:
     """Which ancestors each token of a packed tree sees."""
 
-    def __init__(self, tree: PackedTree, device: torch.device, kernels: NativeKernels | None = None) -> None:
+    def __init__(self, tree: PackedTree, device: torch.device, kernels: LearnerKernels | None = None) -> None:
         self._kernels = kernels
         if kernels is not None:
             self.stretches, self.spans = _stretches(tree)
@@ -74,7 +74,7 @@ class TreeLayout:
 
 
 def _stretches(tree: PackedTree) -> tuple[Tensor, Tensor]:
-    """Stretches (S, 4) and spans (any, 2) as `NativeKernels.tree_attend` reads them."""
+    """Stretches (S, 4) and spans (any, 2) as `LearnerKernels.tree_attend` reads them."""
     stretches: list[tuple[int, int, int, int]] = []
     spans: list[tuple[int, int]] = []
     for family in tree.families:
@@ -160,7 +160,7 @@ class _CompiledTreeAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, stretches: Tensor, spans: Tensor, kernels: NativeKernels
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, stretches: Tensor, spans: Tensor, kernels: LearnerKernels
     ) -> Tensor:
         out, logsums = kernels.tree_attend(q, k, v, stretches, spans)
         ctx.save_for_backward(q, k, v, out, logsums, stretches, spans)
