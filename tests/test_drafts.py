@@ -255,9 +255,9 @@ def test_nothing_is_guessed_where_every_row_is_paid_for(tiny_model_dir: Path, mo
     asked: list[tuple[int, int]] = []
     lines = Completions.lines
 
-    def recorded(self: Completions, plan: object, guesses: int, steps: int) -> object:
+    def recorded(self: Completions, plan: object, guesses: int, *steps: int) -> object:
         asked.append((len(self), guesses))
-        return lines(self, plan, guesses, steps)
+        return lines(self, plan, guesses, *steps)
 
     monkeypatch.setattr(Completions, "lines", recorded)
     greedy(start(load(tiny_model_dir), max_slots=64), [[5, 6, 7 + i] for i in range(40)], tokens=24)

@@ -62,6 +62,21 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return notes
 
 
+def steps_taken(sampler: Sampler, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many steps each call computed; without a crowd, which would not be waited for."""
+    monkeypatch.setattr(sampling, "_CROWD", 1000)
+    taken: list[int] = []
+    decode = sampler._runner.decode
+
+    def noting(lines: Lines, *rest: Any) -> Job[Outcome]:
+        job = decode(lines, *rest)
+        taken.append(job.finish().steps)
+        return job
+
+    monkeypatch.setattr(sampler._runner, "decode", noting)
+    return taken
+
+
 @pytest.mark.parametrize("helpers", [0, 3])
 @pytest.mark.parametrize("piece", [1, 5, 64])
 def test_pieces_of_any_size_are_exact(
@@ -128,16 +143,8 @@ def test_agents_act_while_others_are_computed(sampler: Sampler, monkeypatch: pyt
 def test_the_more_agents_act_the_more_is_computed_meanwhile(
     acting: int, steps: int, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sampling, "_EARLY", 1000)
     sampler = start(load(tiny_model_dir), max_slots=acting + 1)
-    taken: list[int] = []
-    decode = sampler._runner.decode
-
-    def noting(lines: Lines, *rest: Any) -> Job[Outcome]:
-        taken.append(lines.steps)
-        return decode(lines, *rest)
-
-    monkeypatch.setattr(sampler._runner, "decode", noting)
+    taken = steps_taken(sampler, monkeypatch)
 
     async def everybody() -> None:
         brief = (sampler.sample([9 + n, 5], SamplingParams(max_tokens=1), episode_id=f"{n}") for n in range(acting))
@@ -145,6 +152,47 @@ def test_the_more_agents_act_the_more_is_computed_meanwhile(
 
     asyncio.run(everybody())
     assert taken[1:3] == [steps, 8]  # in the first one, all took part
+
+
+@pytest.mark.parametrize(("acting", "steps"), [(16, 1), (24, 4), (32, 5)])
+def test_while_many_agents_act_others_go_on_though_completions_are_over(
+    acting: int, steps: int, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = load(tiny_model_dir)
+    sampler = start(loaded, max_slots=acting + 3)
+    taken = steps_taken(sampler, monkeypatch)
+    lengths = [2, 4, 30] + [1] * acting
+
+    async def sample(sampler: Sampler, n: int) -> list[int]:
+        params = SamplingParams(max_tokens=lengths[n], seed=n)
+        return (await sampler.sample([9 + n, 5], params, episode_id=f"{n}")).token_ids
+
+    async def everybody() -> list[list[int]]:
+        return await asyncio.gather(*(sample(sampler, n) for n in range(len(lengths))))
+
+    together = asyncio.run(everybody())
+    assert taken[1] == steps  # the first of them is one by which a completion is over
+    other = start(loaded)
+    assert together == [asyncio.run(sample(other, n)) for n in range(len(lengths))]
+
+
+def test_with_a_crowd_the_model_goes_on_while_others_act(sampler: Sampler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling, "_CROWD", 4)
+    notes = noted(monkeypatch)
+
+    async def agent(n: int) -> None:
+        sampler.open_episode(f"{n}")
+        for seed in range(2):
+            notes.append("act")
+            await sampler.sample([5 + n] * 9, SamplingParams(max_tokens=1, seed=seed), episode_id=f"{n}")
+        sampler.close_episode(f"{n}")
+
+    async def everybody() -> None:
+        await asyncio.gather(*(agent(n) for n in range(7)))
+
+    asyncio.run(everybody())
+    acts = [len(list(run)) for what, run in itertools.groupby(notes, lambda note: note == "act") if what]
+    assert acts == [4, 3, 4, 3]
 
 
 def test_a_large_head_is_multiplied_once_for_all(
@@ -307,9 +355,8 @@ def test_what_is_shared_is_copied_before_its_place_is_taken(sampler: Sampler) ->
     )
     loop.close()
     assert others == []
-    step = sampler._begin()
-    sampler._join(step)
-    sampler._end(step)
+    sampler._begin()
+    sampler._complete()
     assert len(sampler._slots.trunks) == 1
     for (keys, values), (kept_keys, kept_values) in zip(
         sampler._runner.cache.take(target.index, 20).layers, kept.layers, strict=True

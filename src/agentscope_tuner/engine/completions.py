@@ -113,6 +113,7 @@ class Lines(NamedTuple):
     capacity: int
     """So many own tokens may slots come to hold."""
     guesses: int
+    least: int
     steps: int
     watched: list[tuple[int, int]]
     """Those that somebody listens to, and how many tokens each of them has."""
@@ -315,17 +316,18 @@ class Completions:
         """Whether some tokens are excluded for some completion, however they are drawn."""
         return self._truncating > 0
 
-    def lines(self, plan: Mapping[Slot, int], guesses: int, steps: int) -> Lines:
+    def lines(self, plan: Mapping[Slot, int], guesses: int, least: int, steps: int) -> Lines:
         """What is decoded and drawn in one call.
 
         Args:
             plan: so many missing tokens of these slots are computed beside the first step. Completions of those whose
                 prompts are complete by that are added already.
             guesses: most tokens that are guessed for a completion at once.
+            least: so many steps are done in any case; those after them until a completion is over.
             steps: so many at most; just one where somebody listens.
         """
         if self._listeners:
-            steps = 1
+            least = steps = 1
         more = steps * (guesses + 1)
         self._reserve(self._most_drawn + more + 1)
         capacity = self._last_place + more
@@ -340,7 +342,7 @@ class Completions:
         watched: list[tuple[int, int]] = []
         if self._listeners:
             watched = [(row, int(self._drawn[row])) for row, request in self._requests.items() if request.watched]
-        return Lines(self._sheet, prompts, ids, active, capacity, guesses, steps, watched)
+        return Lines(self._sheet, prompts, ids, active, capacity, guesses, least, steps, watched)
 
     def decoded(self, lines: Lines, outcome: Outcome) -> tuple[list[Over], int]:
         """The requests that are over by what was decoded, and how many tokens of completions were run."""

@@ -193,7 +193,7 @@ class ModelRunner:
             self.decoder.check(min(lines.ids), max(lines.ids))
         return self.cache.kernels.begin_decoding(
             self.decoder.over(self.cache), lines.sheet, lines.prompts, lines.ids, lines.active, copies,
-            self._trunk_places, guesses=lines.guesses, steps=lines.steps,
+            self._trunk_places, guesses=lines.guesses, least=lines.least, steps=lines.steps,
         )  # fmt: skip
 
     def begin(self, work: Work, drawing: Drawing) -> Callable[[], tuple[np.ndarray, np.ndarray]]:

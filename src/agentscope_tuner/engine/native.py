@@ -112,7 +112,7 @@ class NativeKernels(LearnerKernels):
         self._split_heads = of_each_type("split_heads", 11, *[SIZE] * 5, NUMBER, NUMBER)
         self._gate_joined = of_each_type("gate_joined", 2, SIZE, SIZE)
         self._begin_pass = of_each_type("begin_pass", 3, SIZE, SIZE, NUMBER, NUMBER, result=ctypes.c_void_p)
-        self._begin_decoding = of_each_type("begin_decoding", 7, *[SIZE] * 7, NUMBER, NUMBER, result=ctypes.c_void_p)
+        self._begin_decoding = of_each_type("begin_decoding", 7, *[SIZE] * 8, NUMBER, NUMBER, result=ctypes.c_void_p)
         self._finish = take("finish", 1)
         self._draw = of_each_type("draw", 5, SIZE, SIZE)
         self._copy_slot = of_each_type("copy_slot", 1, *[SIZE] * 7)
@@ -236,9 +236,10 @@ class NativeKernels(LearnerKernels):
         trunks: Tensor,
         *,
         guesses: int,
+        least: int,
         steps: int,
     ) -> Job[Outcome]:
-        """Begin with steps of decoding. They end with one in which a completion is over.
+        """Begin with steps of decoding.
 
         Args:
             model: all layers.
@@ -249,6 +250,7 @@ class NativeKernels(LearnerKernels):
             copies: what is done before: from a slot to another, so many tokens; one after the other.
             trunks: (L, any, 3) as in `attend`, for each layer.
             guesses: most tokens that are guessed for a completion at once.
+            least: so many steps in any case; they end with the first after them by which a completion is over.
             steps: most of them.
         """
         # Tensors take longer to make than these few numbers take to read.
@@ -259,8 +261,8 @@ class NativeKernels(LearnerKernels):
         outcome = Outcome(len(active) + len(prompts))
         job = self._begin_decoding[model.norm.dtype](
             model.places.data_ptr(), *map(_place, (sheet, beside, going_on, copied)), trunks.data_ptr(),
-            ctypes.addressof(outcome), len(active), len(copies), trunks.shape[1], guesses, steps, _PIECE,
-            torch.get_num_threads(), model.scaling, model.eps,
+            ctypes.addressof(outcome), len(active), len(copies), trunks.shape[1], guesses, least, steps,
+            _PIECE, torch.get_num_threads(), model.scaling, model.eps,
         )  # fmt: skip
         return Job(self._finish, job, outcome, (model, columns, trunks))
 

@@ -5,7 +5,8 @@ episode has asked for something or ended; so batches depend on what the episodes
 give equal bits.
 
 A small model is computed by helping threads meanwhile. Then agents act during the batch that follows the one in which
-their completions ended, however long it takes, and the one after it is theirs again: batches depend on nothing else.
+their completions ended, however long it takes, and the one after it is theirs again; where many act, as soon as half of
+them have asked again. Batches depend on nothing else.
 """
 
 from __future__ import annotations
@@ -36,16 +37,18 @@ _TRUNK_USERS = 4
 _BUNCH = 3
 """Waiting requests begin once they are at least this fraction (one over it) of the active ones."""
 _PATIENCE_SLICE_S = 0.01
-_EARLY, _EARLY_SHARE = 16, 4
-"""With so many waiting requests, if they are this fraction (one over it) of the open episodes, a small model begins."""
+_CROWD, _CROWD_SHARE = 32, 2
+"""Once so many requests have come, if they are this fraction (one over it) of the open episodes, a small model goes on
+with them."""
 _STEPS = 8
 """So many steps of a small model are taken at once, where nobody can come or go in between."""
 _CHEAP_ROWS = 32
 """A step of so many rows takes little longer than one of a single row, which reads all weights as well. Further rows
 are paid for one by one, so nothing is gained by guesses there, even by those that hold."""
 _ACTING = 8
-"""So many agents act about as long as a step of a small model takes; while more of them do, more steps are taken."""
-
+"""So many agents act about as long as a step of a small model takes. While more do, more steps are taken; ..."""
+_MANY_ACTING = 24
+"""... while so many do, also where completions are over before the last of them: agents still act then."""
 
 _NO_SLOT = Slot(-1)
 
@@ -100,6 +103,8 @@ class Sampler:
         """Slots of requests that ended while a step was computed for them."""
         self._over: list[Over] = []
         """Those whose completions are complete, and who have not heard of it."""
+        self._arrived = 0
+        """How many requests have come since the last step began."""
         self._pump: asyncio.Task[None] | None = None
         self._step: _Step | None = None
         """The one that is being computed, if there is any."""
@@ -175,8 +180,11 @@ class Sampler:
         self._return(episode_id)
         if self._pump is None or self._pump.done():
             self._pump = asyncio.get_running_loop().create_task(self._run(), name="sampler")
-        if self._may_begin_early():
+        self._arrived += 1
+        if self._may_go_on():
             try:
+                self._admit()
+                self._complete()
                 self._begin()
             except Exception as exc:
                 self._fail(exc)
@@ -237,10 +245,8 @@ class Sampler:
                     await self._settle()
                     if not (self._waiting or self._begun):
                         return
-                try:
-                    step = self._step or self._begin()
-                finally:  # what need not be done before, is done meanwhile
-                    self._deliver()
+                if self._step is None:
+                    self._begin()
                 try:
                     # Those whose completions ended in the last step act while this one is computed, and take part in
                     # the next one: also where it would have been over before.
@@ -248,17 +254,14 @@ class Sampler:
                         await self._settle()
                         self._admit()
                 finally:
-                    self._join(step)
-                if step.completions is self._completions:
-                    self._end(step)
+                    self._complete()
         except Exception as exc:
             self._fail(exc)
 
-    def _may_begin_early(self) -> bool:
-        """Whether to begin with those who wait, of many who are about to ask for something."""
-        waiting = len(self._waiting)
-        idle = self._step is None and not self._begun and self._runner.overlaps
-        return idle and waiting >= _EARLY and waiting * _EARLY_SHARE >= len(self._opened)
+    def _may_go_on(self) -> bool:
+        """Whether to begin with those who have come, of many who are about to ask for something."""
+        many = self._arrived >= _CROWD and self._arrived * _CROWD_SHARE >= len(self._opened)
+        return many and self._runner.overlaps
 
     def _fail(self, exc: Exception) -> None:
         """Everybody who waits has to hear of an error."""
@@ -287,14 +290,17 @@ class Sampler:
         await asyncio.sleep(0)
         if not self._away:
             return
-        # Patience is spent in slices, so that a pause of the whole process costs one of them, not all.
-        for _ in range(int(self._patience / _PATIENCE_SLICE_S)):
+        # Patience is spent in slices, so that a pause of the whole process costs one of them, not all; and
+        # anew while another step is computed.
+        step, spent = self._step, 0
+        while spent < int(self._patience / _PATIENCE_SLICE_S):
             with suppress(TimeoutError):
                 async with asyncio.timeout(_PATIENCE_SLICE_S):
                     await self._quiet.wait()
             if not self._away:
                 self._patience = min(self._patience * 2, self._most_patience)
                 return
+            step, spent = self._step, spent + 1 if self._step is step else 0
         # Slow ones are not waited for again until they have come back; and where waiting proves useless, as with tools
         # that call over a network, there is less and less of it.
         self._patience = max(self._patience / 2, min(_PATIENCE_SLICE_S, self._most_patience))
@@ -405,15 +411,18 @@ class Sampler:
 
     # --------------------------------------------------------------------------------------------- computing
 
-    def _begin(self) -> _Step:
+    def _begin(self) -> None:
         """Run what the requests with slots miss, as much as goes at once, and draw for those that miss nothing then."""
         while self._dropped:
             self._slots.release(self._dropped.pop())
         if len(self._waiting) + self._begun + len(self._over) > len(self._slots):
             self._deliver()  # somebody who waits takes their slots
         self._admit()
-        self._step = self._plan()
-        return self._step
+        self._arrived = 0
+        try:
+            self._step = self._plan()
+        finally:  # what need not be done before, is done meanwhile
+            self._deliver()
 
     def _plan(self) -> _Step:
         completions = self._completions
@@ -433,8 +442,9 @@ class Sampler:
             # Whoever acts now, or waits to share what these steps compute, takes part in those after them.
             acting = len(self._away) + len(self._over)
             awaited = acting or self._prefilling or self._may_admit
-            steps = min(_STEPS, 1 + acting // _ACTING) if awaited else _STEPS
-            lines = completions.lines(plan, guesses, steps)
+            steps = min(_STEPS, 1 + acting // _ACTING)
+            least = steps if acting >= _MANY_ACTING else 1
+            lines = completions.lines(plan, guesses, least, steps if awaited else _STEPS)
             copies, self._copies = self._copies, []
             job = self._runner.decode(lines, copies, self._slots.trunks)
             return _Step(completions, plan, job.finish, lambda: completions.decoded(lines, job.finish()))
@@ -451,8 +461,14 @@ class Sampler:
         if step is not None:
             step.compute()
 
+    def _complete(self) -> None:
+        """Compute what is left of the step that was begun, if there is one, and take what was computed."""
+        step = self._step
+        self._join(step)
+        if step is not None and step.completions is self._completions:
+            self._end(step)
+
     def _end(self, step: _Step) -> None:
-        """Take what was computed."""
         for slot, count in step.plan.items():
             # Where its request ended meanwhile, all that it holds is counted already.
             slot.cached = min(slot.cached + count, len(slot.ids))

@@ -79,6 +79,12 @@ def _head(adapter: str, ids: list[int]) -> Head:
     return adapter, tuple(ids[:_HEAD_TOKENS])
 
 
+def _shared(slot: Slot, own: list[int]) -> int:
+    """How many of the first tokens of a sequence a slot has or is about to have; the last one is always computed."""
+    tokens = min(common_prefix(slot.ids, own), len(own) - 1)
+    return tokens if slot.prefilling else min(tokens, slot.cached)
+
+
 class Lineup:
     """Some slots in the order of rows: those that share an adapter, and within it a trunk, are neighbours."""
 
@@ -178,24 +184,24 @@ class Slots:
         best: Slot | None = None
         outgrown: Slot | None = None
         overlap = 0
-        for slot in self._by_head.get(_head(adapter, own), {}).values():
-            if slot.trunk is trunk:
-                n = min(common_prefix(slot.ids, own), len(own) - 1)
-                if not slot.prefilling:
-                    n = min(n, slot.cached)
-                # Between equals, the episode's own slot: it can go on in place.
-                mine = slot.episode_id == episode_id
-                if (n, mine) > (overlap, False):
-                    best, overlap = slot, n
-                if mine and not slot.busy and n == slot.cached > (outgrown.cached if outgrown else 0):
-                    outgrown = slot
+        alike = [slot for slot in self._by_head.get(_head(adapter, own), {}).values() if slot.trunk is trunk]
+        # Between equals, the episode's own slot: it can go on in place.
+        for slot in (slot for slot in alike if slot.episode_id == episode_id):
+            n = _shared(slot, own)
+            if n >= max(1, overlap):
+                best, overlap = slot, n
+            if not slot.busy and n == slot.cached > (outgrown.cached if outgrown else 0):
+                outgrown = slot
+        for slot in alike:
+            # Most of the others have no more of it.
+            if slot.ids[overlap : overlap + 1] == own[overlap : overlap + 1] and (n := _shared(slot, own)) > overlap:
+                best, overlap = slot, n
         return best, overlap, outgrown
 
     def free(self) -> dict[Slot, None]:
         """Those that may be overwritten, in this order: of ended episodes first, then those unused for longest."""
-        free = [slot for slot in self._slots if not slot.busy]
-        free.sort(key=lambda slot: (slot.episode_id != "", slot.last_used, slot.index))
-        return dict.fromkeys(free)
+        free = sorted((slot for slot in self._slots if not slot.busy), key=attrgetter("last_used"))
+        return dict.fromkeys(sorted(free, key=lambda slot: slot.episode_id != ""))
 
     def fill(self, slot: Slot, adapter: str, trunk: Trunk | None, own: list[int], cached: int) -> None:
         """Make `own` the slot's tokens, of which the first `cached` are in place."""

@@ -211,18 +211,18 @@ double random_number(const uint64_t* seed, int64_t index) {
     return (counter[index % 4] >> 11) * (1.0 / 9007199254740992.0);
 }
 
-// Steps of decoding, until a completion is over, or so many are done: completions have a token each, and what may come
-// after it, guesses that hold if they are what is drawn; beside them, in the first step, are tokens of prompts. Before
-// that, keys and values are copied, layer by layer.
+// Steps of decoding, `least` of them, and more until a completion is over or so many are done: completions have a token
+// each, and what may come after it, guesses that hold if they are what is drawn; beside them, in the first step, are
+// tokens of prompts. Before that, keys and values are copied, layer by layer.
 template <class T>
 class Decoding : public Pass<T> {
    public:
     Decoding(const Model<T>& model, float scaling, float eps, int64_t most, int64_t threads, const Sheet& sheet,
              const Prompts& prompts, const int64_t* active, int64_t count, const Copy* copies, int64_t copy_count,
-             const Trunk* trunks, int64_t trunk_count, int64_t guesses, int64_t steps, Outcome* outcome)
+             const Trunk* trunks, int64_t trunk_count, int64_t guesses, int64_t least, int64_t steps, Outcome* outcome)
         : Pass<T>(model, scaling, eps, most, threads), sheet(sheet), trunks(trunks), trunk_count(trunk_count),
-          guesses(guesses), steps(steps), outcome(outcome), prompts(prompts), active(active, active + count),
-          copies(copies, copies + copy_count) {}
+          guesses(guesses), least(least), steps(steps), outcome(outcome), prompts(prompts),
+          active(active, active + count), copies(copies, copies + copy_count) {}
 
    protected:
     bool advance() override {
@@ -234,13 +234,11 @@ class Decoding : public Pass<T> {
             add_prompts();
         } else {
             accept();
-            if (outcome->count > 0 || outcome->steps == steps) return false;
-            active.clear();
-            for (const Item& item : items)
-                if (item.wanted > 0) active.push_back(item.slot);
+            if (outcome->steps == steps || (outcome->steps >= least && outcome->count > 0)) return false;
             items.clear();
         }
         for (const int64_t slot : active) add(slot);
+        active.clear();
         lay_out();
         return !items.empty();
     }
@@ -331,7 +329,10 @@ class Decoding : public Pass<T> {
             at += item.wanted;
             outcome->most_drawn = std::max(outcome->most_drawn, drawn);
             outcome->last_place = std::max(outcome->last_place, sheet.prompt_end[slot] + drawn);
-            if (!stopped && drawn < sheet.budget[slot]) continue;
+            if (!stopped && drawn < sheet.budget[slot]) {
+                active.push_back(slot);
+                continue;
+            }
             if (sheet.table != nullptr) learn(sheet.table, said - CONTEXT, CONTEXT + drawn, sheet.bits);
             outcome->over[outcome->count] = slot;
             outcome->stopped[outcome->count++] = stopped;
@@ -340,7 +341,7 @@ class Decoding : public Pass<T> {
 
     const Sheet sheet;
     const Trunk* const trunks;
-    const int64_t trunk_count, guesses, steps;
+    const int64_t trunk_count, guesses, least, steps;
     Outcome* const outcome;
     const Prompts prompts;
     bool copying = false, begun = false;
@@ -367,10 +368,10 @@ class Decoding : public Pass<T> {
     extern "C" Job* begin_decoding_##NAME(const Model<T>* model, const Sheet* sheet, const Prompts* prompts,         \
                                           const int64_t* active, const Copy* copies, const Trunk* trunks,            \
                                           Outcome* outcome, int64_t count, int64_t copy_count, int64_t trunk_count,  \
-                                          int64_t guesses, int64_t steps, int64_t most, int64_t threads,             \
-                                          float scaling, float eps) {                                                \
+                                          int64_t guesses, int64_t least, int64_t steps, int64_t most,               \
+                                          int64_t threads, float scaling, float eps) {                               \
         auto* const job = new Decoding<T>(*model, scaling, eps, most, threads, *sheet, *prompts, active, count,      \
-                                          copies, copy_count, trunks, trunk_count, guesses, steps, outcome);         \
+                                          copies, copy_count, trunks, trunk_count, guesses, least, steps, outcome);  \
         team().begin(job);                                                                                           \
         return job;                                                                                                  \
     }
