@@ -13,7 +13,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import torch
@@ -28,15 +28,12 @@ from agentscope_tuner import MathJudge, TuneResult, tune
 from agentscope_tuner.backends.local import LocalRun
 from agentscope_tuner.engine.learner import Learner
 from agentscope_tuner.engine.sampler import Sampler
-from agentscope_tuner.types import StepMetrics
+from agentscope_tuner.rollout import Rollout
+from agentscope_tuner.types import EpisodeGroup, StepMetrics
 from agentscope_tuner.workflow import JudgeRunner
 
 GOAL = 0.9
-PARTS: dict[str, tuple[type, list[str]]] = {
-    "sampling": (Sampler, ["_admit", "_begin", "_join", "_end"]),
-    "training": (Learner, ["train"]),
-    "judging": (JudgeRunner, ["run"]),
-}
+PARTS = "sampling", "training", "judging"
 
 
 def helping() -> float:
@@ -44,28 +41,40 @@ def helping() -> float:
     return (time.process_time() - time.thread_time()) / max(1, torch.get_num_threads() - 1)
 
 
-def count_overlap(watch: Stopwatch) -> Callable[[], None]:
-    """Count as sampling what is sampled while agents act; returns what ends that."""
-    settle = Sampler._settle
+class SamplingWatch(Stopwatch):
+    """Seconds in which somebody samples: other threads while agents act, and this one while they do not."""
 
-    async def settled(self: Sampler) -> None:
-        before = helping()
-        await settle(self)
-        watch.seconds["sampling"] += helping() - before
+    def __init__(self) -> None:
+        super().__init__(lambda: time.perf_counter() - helping())
+        for method in ("_admit", "_begin", "_join", "_end"):
+            self.time(Sampler, method, "sampling")
+        self._run = Rollout.run
 
-    Sampler._settle = settled
-    return lambda: setattr(Sampler, "_settle", settle)
+        async def run(rollout: Rollout, *args: Any, **options: Any) -> list[EpisodeGroup]:
+            before = helping()
+            try:
+                return await self._run(rollout, *args, **options)
+            finally:
+                self.seconds["sampling"] += helping() - before
+
+        Rollout.run = run
+
+    def stop(self) -> None:
+        """Count no more."""
+        super().stop()
+        Rollout.run = self._run
 
 
-def train(watch: Stopwatch, seed: int, folder: str) -> TuneResult:
+def train(watches: Sequence[Stopwatch], seed: int, folder: str) -> TuneResult:
     """One run. Evaluations are not counted."""
     evaluate = LocalRun._evaluate
 
     async def uncounted(self: LocalRun, metrics: StepMetrics) -> None:
-        before = dict(watch.seconds)
+        before = [dict(watch.seconds) for watch in watches]
         await evaluate(self, metrics)
-        watch.seconds.clear()
-        watch.seconds.update(before)
+        for watch, seconds in zip(watches, before, strict=True):
+            watch.seconds.clear()
+            watch.seconds.update(seconds)
 
     LocalRun._evaluate = uncounted
     try:
@@ -81,15 +90,14 @@ def train(watch: Stopwatch, seed: int, folder: str) -> TuneResult:
 
 def measure(seed: int) -> dict[str, Any]:
     """A row of the table."""
-    watch = Stopwatch()
-    for part, (owner, methods) in PARTS.items():
-        for method in methods:
-            watch.time(owner, method, part)
-    stop = count_overlap(watch)
+    watch, sampling = Stopwatch(), SamplingWatch()
+    watch.time(Learner, "train", "training")
+    watch.time(JudgeRunner, "run", "judging")
     with tempfile.TemporaryDirectory() as folder:
-        history = train(watch, seed, folder).history
-    stop()
-    watch.stop()
+        history = train([watch, sampling], seed, folder).history
+    for one in (watch, sampling):
+        one.stop()
+    spent = {**sampling.seconds, **watch.seconds}
     seconds, reached = 0.0, None
     for step in history:
         seconds += step.time_rollout_s + step.time_train_s
@@ -102,8 +110,8 @@ def measure(seed: int) -> dict[str, Any]:
         "steps": history[-1].step,
         "seconds": seconds,
         "held-out reward": history[-1].eval_reward_mean,
-        **{part: watch.seconds[part] / seconds for part in PARTS},
-        "agents and the rest": 1 - sum(watch.seconds[part] for part in PARTS) / seconds,
+        **{part: spent[part] / seconds for part in PARTS},
+        "agents and the rest": 1 - sum(spent[part] for part in PARTS) / seconds,
     }
 
 
