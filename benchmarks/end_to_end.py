@@ -46,7 +46,7 @@ class SamplingWatch(Stopwatch):
 
     def __init__(self) -> None:
         super().__init__(lambda: time.perf_counter() - helping())
-        for method in ("_admit", "_begin", "_join", "_end"):
+        for method in ("_admit", "_begin", "_complete"):
             self.time(Sampler, method, "sampling")
         self._run = Rollout.run
 

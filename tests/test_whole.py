@@ -63,7 +63,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def steps_taken(sampler: Sampler, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many steps each call computed; without a crowd, which would not be waited for."""
+    """How many steps each call computed. No crowd interrupts those who act."""
     monkeypatch.setattr(sampling, "_CROWD", 1000)
     taken: list[int] = []
     decode = sampler._runner.decode

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
+import secrets
 import time
 from collections.abc import AsyncGenerator, Callable
 from datetime import datetime
@@ -17,9 +17,6 @@ from pydantic import BaseModel, ValidationError
 
 from agentscope_tuner.chat import TOOL_CALL_OPEN, Reply, parse_reply, settled_text
 from agentscope_tuner.recorder import Completion, Recorder
-
-_ids = random.Random()
-"""Of responses; asking the system for random bytes takes ten times as long."""
 
 
 class RoleModel(ChatModelBase):
@@ -194,7 +191,7 @@ def _response(completion: Completion, structured_model: type[BaseModel] | None, 
     now = datetime.now().isoformat(" ", "milliseconds")
     return ChatResponse(
         content=_blocks(completion.reply),
-        id=f"{now}_{_ids.getrandbits(24):06x}",
+        id=f"{now}_{secrets.token_hex(3)}",
         created_at=now,
         usage=ChatUsage(
             input_tokens=completion.prompt_tokens, output_tokens=completion.completion_tokens, time=seconds

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -38,8 +37,7 @@ class Heads:
 class LearnerKernels:
     """Parts of a forward pass and of its gradient."""
 
-    def __init__(self, library: ctypes.CDLL) -> None:
-        functions = Functions(library)
+    def __init__(self, functions: Functions) -> None:
         take, of_each_type = functions.take, functions.of_each_type
         self._tree_attend = take("tree_attend", 7, *[SIZE] * 4)
         self._tree_attend_backward = take("tree_attend_backward", 11, *[SIZE] * 6)
@@ -68,7 +66,7 @@ class LearnerKernels:
         Returns:
             Outputs (N, H, d), and the logarithms of the sums of exponentials (N, H).
         """
-        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        q, k, v = flat(q, k, v)
         out, logsums = torch.empty_like(q), q.new_empty(q.shape[:2])
         sizes = (len(stretches), k.shape[1], q.shape[1] // k.shape[1], q.shape[2])
         self._tree_attend(*addresses(q, k, v, out, logsums, stretches, spans), *sizes)
@@ -79,7 +77,7 @@ class LearnerKernels:
         spans: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Gradients of q, k and v."""
-        grad, q, k, v = grad.contiguous(), q.contiguous(), k.contiguous(), v.contiguous()
+        grad, q, k, v = flat(grad, q, k, v)
         tokens, kv_heads, d = k.shape
         parts = -(-torch.get_num_threads() // kv_heads)
         grad_q = torch.empty_like(q)
@@ -224,14 +222,14 @@ class LearnerKernels:
 
     def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
         """`silu(gate) * up`, in float32 or bfloat16."""
-        gate, up = gate.contiguous(), up.contiguous()
+        gate, up = flat(gate, up)
         y = torch.empty_like(gate)
         self._swiglu[y.dtype](*addresses(gate, up, y), y.numel())
         return y
 
     def swiglu_backward(self, grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients of gate and up."""
-        grad, gate, up = grad.contiguous(), gate.contiguous(), up.contiguous()
+        grad, gate, up = flat(grad, gate, up)
         grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
         self._swiglu_backward[grad.dtype](*addresses(grad, gate, up, grad_gate, grad_up), grad.numel())
         return grad_gate, grad_up
@@ -251,7 +249,7 @@ class LearnerKernels:
         entropies: Tensor, logsums: Tensor,
     ) -> Tensor:  # fmt: skip
         """The gradient of logits, which it takes the place of."""
-        grad_logprobs, grad_entropies = grad_logprobs.contiguous(), grad_entropies.contiguous()
+        grad_logprobs, grad_entropies = flat(grad_logprobs, grad_entropies)
         given = (grad_logprobs, grad_entropies, logits, tokens, temperatures, entropies, logsums)
         self._choose_backward(*addresses(*given), *logits.shape)
         return logits

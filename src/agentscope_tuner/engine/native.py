@@ -104,8 +104,8 @@ class NativeKernels(LearnerKernels):
     """What the sources in `kernels` offer, on tensors: to the learner, and here to the sampler."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        super().__init__(library)
         functions = Functions(library)
+        super().__init__(functions)
         take, of_each_type = functions.take, functions.of_each_type
         self._attend = of_each_type("attend", 8, *[SIZE] * 5)
         self._add_norm = of_each_type("add_norm", 4, SIZE, SIZE, NUMBER)

@@ -208,7 +208,7 @@ class Sampler:
         """
         if self._pending:
             raise RuntimeError("weights changed while completions were under way")
-        self._join(self._step)  # nobody waits for what it draws, but it reads the weights
+        self._join()  # nobody waits for what it draws, but it reads the weights
         self._runner.decoder.refresh()
         self.policy_version = version
         self._forget()
@@ -417,9 +417,9 @@ class Sampler:
             self._slots.release(self._dropped.pop())
         if len(self._waiting) + self._begun + len(self._over) > len(self._slots):
             self._deliver()  # somebody who waits takes their slots
-        self._admit()
         self._arrived = 0
         try:
+            self._admit()
             self._step = self._plan()
         finally:  # what need not be done before, is done meanwhile
             self._deliver()
@@ -454,21 +454,21 @@ class Sampler:
         rows = len(work.ids) - sum(plan.values())
         return _Step(completions, plan, compute, lambda: (completions.accept(work, *compute()), rows))
 
-    def _join(self, step: _Step | None) -> None:
-        """Compute what is left of a step that was begun."""
-        if self._step is step:
-            self._step = None
+    def _join(self) -> _Step | None:
+        """Compute what is left of the step that was begun, if there is one."""
+        step, self._step = self._step, None
         if step is not None:
             step.compute()
+        return step
 
     def _complete(self) -> None:
-        """Compute what is left of the step that was begun, if there is one, and take what was computed."""
-        step = self._step
-        self._join(step)
+        """Join the step, and take what was computed unless everything was forgotten meanwhile."""
+        step = self._join()
         if step is not None and step.completions is self._completions:
             self._end(step)
 
     def _end(self, step: _Step) -> None:
+        """Take what was computed."""
         for slot, count in step.plan.items():
             # Where its request ended meanwhile, all that it holds is counted already.
             slot.cached = min(slot.cached + count, len(slot.ids))

@@ -188,7 +188,7 @@ class Slots:
         # Between equals, the episode's own slot: it can go on in place.
         for slot in (slot for slot in alike if slot.episode_id == episode_id):
             n = _shared(slot, own)
-            if n >= max(1, overlap):
+            if n >= overlap:
                 best, overlap = slot, n
             if not slot.busy and n == slot.cached > (outgrown.cached if outgrown else 0):
                 outgrown = slot
