@@ -176,8 +176,12 @@ def test_while_many_agents_act_others_go_on_though_completions_are_over(
     assert together == [asyncio.run(sample(other, n)) for n in range(len(lengths))]
 
 
-def test_with_a_crowd_the_model_goes_on_while_others_act(sampler: Sampler, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampling, "_CROWD", 4)
+@pytest.mark.parametrize(("known", "expected"), [(True, [4, 3, 4, 3]), (False, [7, 4, 3])])
+def test_with_a_crowd_the_model_goes_on_while_others_act(
+    known: bool, expected: list[int], sampler: Sampler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of a crowd will do where others are known to act."""
+    monkeypatch.setattr(sampling, "_CROWD", 8)
     notes = noted(monkeypatch)
 
     async def agent(n: int) -> None:
@@ -188,11 +192,13 @@ def test_with_a_crowd_the_model_goes_on_while_others_act(sampler: Sampler, monke
         sampler.close_episode(f"{n}")
 
     async def everybody() -> None:
+        for n in range(7 if known else 0):
+            sampler.open_episode(f"{n}")
         await asyncio.gather(*(agent(n) for n in range(7)))
 
     asyncio.run(everybody())
     acts = [len(list(run)) for what, run in itertools.groupby(notes, lambda note: note == "act") if what]
-    assert acts == [4, 3, 4, 3]
+    assert acts == expected
 
 
 def test_a_large_head_is_multiplied_once_for_all(

@@ -5,8 +5,8 @@ episode has asked for something or ended; so batches depend on what the episodes
 give equal bits.
 
 A small model is computed by helping threads meanwhile. Then agents act during the batch that follows the one in which
-their completions ended, however long it takes, and the one after it is theirs again; where many act, as soon as half of
-them have asked again. Batches depend on nothing else.
+their completions ended, however long it takes, and the one after it is theirs again; where many act, as soon as some
+of them have asked again. Batches depend on nothing else.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ _TRUNK_USERS = 4
 _BUNCH = 3
 """Waiting requests begin once they are at least this fraction (one over it) of the active ones."""
 _PATIENCE_SLICE_S = 0.01
-_CROWD, _CROWD_SHARE = 32, 2
-"""Once so many requests have come, if they are this fraction (one over it) of the open episodes, a small model goes on
-with them."""
+_CROWD, _CROWD_SHARE = 32, 8
+"""Once so many requests have come, or half as many while others act, a small model goes on with them, if they are this
+fraction (one over it) of the open episodes. So some act while others are computed, and not all at the same time."""
 _STEPS = 8
 """So many steps of a small model are taken at once, where nobody can come or go in between."""
 _CHEAP_ROWS = 32
@@ -260,8 +260,8 @@ class Sampler:
 
     def _may_go_on(self) -> bool:
         """Whether to begin with those who have come, of many who are about to ask for something."""
-        many = self._arrived >= _CROWD and self._arrived * _CROWD_SHARE >= len(self._opened)
-        return many and self._runner.overlaps
+        crowd = _CROWD // 2 if self._away else _CROWD
+        return self._runner.overlaps and self._arrived >= max(crowd, len(self._opened) / _CROWD_SHARE)
 
     def _fail(self, exc: Exception) -> None:
         """Everybody who waits has to hear of an error."""
