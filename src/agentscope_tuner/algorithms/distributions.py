@@ -66,7 +66,8 @@ def draw_tokens(
     # Two levels keep the sums short: first which block of the vocabulary, then which token of it.
     rows, vocabulary = weights.shape
     block = 256
-    padded = torch.nn.functional.pad(weights, (0, -vocabulary % block)).view(rows, -1, block)
+    padding = -vocabulary % block
+    padded = (torch.nn.functional.pad(weights, (0, padding)) if padding else weights).view(rows, -1, block)
     block_sums = padded.sum(-1).double()
     ends = block_sums.cumsum(-1)
     total = ends[:, -1:]

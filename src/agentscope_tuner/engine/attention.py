@@ -66,8 +66,8 @@ def attention(
 
 
 def softmax(scores: Tensor, like: Tensor) -> Tensor:
-    """Over the last dimension, in float32, in the type of `like`."""
-    return torch.softmax(scores, -1, dtype=torch.float32).to(like.dtype)
+    """Over the last dimension, in the type of `like`; PyTorch's own computes in float32, whatever it reads."""
+    return torch.softmax(scores, -1).to(like.dtype)
 
 
 def causal_mask(n: int, like: Tensor) -> Tensor:
@@ -265,7 +265,7 @@ def _side_by_side(tensors: Sequence[Tensor]) -> Tensor:
     if len(tensors) == 1:
         return tensors[0][None]
     padded: Tensor = nn.utils.rnn.pad_sequence([tensor.transpose(0, 1) for tensor in tensors], batch_first=True)
-    return padded.transpose(1, 2)
+    return padded.transpose(1, 2).contiguous()  # or every product would make it so
 
 
 class SharedPrefixes:

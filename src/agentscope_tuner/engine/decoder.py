@@ -159,9 +159,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if x.device.type != "cpu":
         return F.rms_norm(x, weight.shape, weight, eps)
     # There PyTorch's own makes a copy of x for every operation: of a prompt, it takes several times as long.
-    scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+    wide = x.float()
+    scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
     scale.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-    normed: Tensor = (x * scale).mul_(weight).to(x.dtype)
+    normed: Tensor = (wide * scale).mul_(weight.float()).to(x.dtype)
     return normed
 
 
