@@ -176,6 +176,28 @@ def test_while_many_agents_act_others_go_on_though_completions_are_over(
     assert together == [asyncio.run(sample(other, n)) for n in range(len(lengths))]
 
 
+@pytest.mark.parametrize(("rows", "steps"), [(63, 1), (64, 2), (96, 3), (300, 8)])
+def test_of_many_completions_some_are_over_before_all_hear_of_it(
+    rows: int, steps: int, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One is over by each step."""
+    loaded = load(tiny_model_dir)
+    sampler = start(loaded, max_slots=rows)
+    taken = steps_taken(sampler, monkeypatch)
+
+    async def sample(sampler: Sampler, n: int) -> list[int]:
+        params = SamplingParams(max_tokens=n + 1, seed=n)
+        return (await sampler.sample([9 + n % 50, 5, n // 50], params, episode_id=f"{n}")).token_ids
+
+    async def everybody() -> list[list[int]]:
+        return await asyncio.gather(*(sample(sampler, n) for n in range(rows)))
+
+    together = asyncio.run(everybody())
+    assert taken[0] == steps
+    other = start(loaded)
+    assert together[:40] == [asyncio.run(sample(other, n)) for n in range(40)]
+
+
 @pytest.mark.parametrize(("known", "expected"), [(True, [4, 3, 4, 3]), (False, [7, 4, 3])])
 def test_with_a_crowd_the_model_goes_on_while_others_act(
     known: bool, expected: list[int], sampler: Sampler, monkeypatch: pytest.MonkeyPatch

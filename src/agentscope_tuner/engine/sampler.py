@@ -442,8 +442,10 @@ class Sampler:
             # Whoever acts now, or waits to share what these steps compute, takes part in those after them.
             acting = len(self._away) + len(self._over)
             awaited = acting or self._prefilling or self._may_admit
-            steps = min(_STEPS, 1 + acting // _ACTING)
-            least = steps if acting >= _MANY_ACTING else 1
+            # Of many rows each is paid for, so nothing is lost where some are over before the call is.
+            few = max(1, min(_STEPS, rows // _CHEAP_ROWS))
+            steps = max(few, min(_STEPS, 1 + acting // _ACTING))
+            least = steps if acting >= _MANY_ACTING else few
             lines = completions.lines(plan, guesses, least, steps if awaited else _STEPS)
             copies, self._copies = self._copies, []
             job = self._runner.decode(lines, copies, self._slots.trunks)
