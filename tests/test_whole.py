@@ -7,7 +7,7 @@ import itertools
 import math
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -163,17 +163,10 @@ def test_while_many_agents_act_others_go_on_though_completions_are_over(
     taken = steps_taken(sampler, monkeypatch)
     lengths = [2, 4, 30] + [1] * acting
 
-    async def sample(sampler: Sampler, n: int) -> list[int]:
-        params = SamplingParams(max_tokens=lengths[n], seed=n)
-        return (await sampler.sample([9 + n, 5], params, episode_id=f"{n}")).token_ids
-
-    async def everybody() -> list[list[int]]:
-        return await asyncio.gather(*(sample(sampler, n) for n in range(len(lengths))))
-
-    together = asyncio.run(everybody())
+    together = asyncio.run(_of_lengths(sampler, lengths))
     assert taken[1] == steps  # the first of them is one by which a completion is over
     other = start(loaded)
-    assert together == [asyncio.run(sample(other, n)) for n in range(len(lengths))]
+    assert together == [asyncio.run(_of_length(other, n, length)) for n, length in enumerate(lengths)]
 
 
 @pytest.mark.parametrize(("rows", "steps"), [(63, 1), (64, 2), (96, 3), (300, 8)])
@@ -185,17 +178,10 @@ def test_of_many_completions_some_are_over_before_all_hear_of_it(
     sampler = start(loaded, max_slots=rows)
     taken = steps_taken(sampler, monkeypatch)
 
-    async def sample(sampler: Sampler, n: int) -> list[int]:
-        params = SamplingParams(max_tokens=n + 1, seed=n)
-        return (await sampler.sample([9 + n % 50, 5, n // 50], params, episode_id=f"{n}")).token_ids
-
-    async def everybody() -> list[list[int]]:
-        return await asyncio.gather(*(sample(sampler, n) for n in range(rows)))
-
-    together = asyncio.run(everybody())
+    together = asyncio.run(_of_lengths(sampler, range(1, rows + 1)))
     assert taken[0] == steps
     other = start(loaded)
-    assert together[:40] == [asyncio.run(sample(other, n)) for n in range(40)]
+    assert together[:40] == [asyncio.run(_of_length(other, n, n + 1)) for n in range(40)]
 
 
 @pytest.mark.parametrize(("known", "expected"), [(True, [4, 3, 4, 3]), (False, [7, 4, 3])])
@@ -286,6 +272,17 @@ def test_many_who_wait_for_a_slot_may_begin_with_none(
         return await asyncio.gather(*(agent(number) for number in range(20)))
 
     assert all(count > 0 for count in asyncio.run(everybody()))
+
+
+async def _of_length(sampler: Sampler, n: int, tokens: int) -> list[int]:
+    """The completion of a prompt that is unlike those of other numbers."""
+    params = SamplingParams(max_tokens=tokens, seed=n)
+    prompt = [5] * (n // 50) + [9 + n % 50, 5]
+    return (await sampler.sample(prompt, params, episode_id=f"{n}")).token_ids
+
+
+async def _of_lengths(sampler: Sampler, lengths: Sequence[int]) -> list[list[int]]:
+    return await asyncio.gather(*(_of_length(sampler, n, length) for n, length in enumerate(lengths)))
 
 
 async def _complete(sampler: Sampler, name: str, tokens: int) -> Sample:

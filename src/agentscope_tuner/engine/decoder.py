@@ -162,7 +162,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = x.float()
     scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
     scale.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-    normed: Tensor = (wide * scale).mul_(weight.float()).to(x.dtype)
+    normed: Tensor = (wide * scale).mul_(weight).to(x.dtype)
     return normed
 
 
