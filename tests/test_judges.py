@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from agentscope_tuner.errors import ConfigError, MissingDependencyError, RewardError
 from agentscope_tuner.judges import Judge, MathJudge
+from agentscope_tuner.judges.math import _MANY
 from agentscope_tuner.types import JudgeOutput, Task, WorkflowOutput, WorkflowTask
 
 
@@ -184,6 +185,37 @@ def test_the_process_ends_with_its_judge() -> None:
     del judge
     gc.collect()
     assert process.poll() is not None
+
+
+def test_after_many_plain_answers_the_process_is_started_ahead() -> None:
+    judge = MathJudge()
+
+    async def judge_plainly(answers: int) -> None:
+        for number in range(answers):
+            assert (await judge.judge(task(number), said(number))).reward == 1.0
+
+    asyncio.run(judge_plainly(_MANY - 1))
+    assert judge._math_verify is None
+    asyncio.run(judge_plainly(_MANY))
+    assert judge._math_verify is not None
+    verifier = judge._math_verify
+    process = verifier._thread.submit(lambda: verifier._process).result()
+    assert process is not None and not verifier._ready, "nobody waited for it"
+    assert reward(r"\frac{1}{2}", said("0.5"), judge) == 1.0
+    assert verifier._process is process
+    copied = pickle.loads(pickle.dumps(judge))
+    assert copied._math_verify is None and reward("x + 1", said("1 + x"), copied) == 1.0
+
+
+def test_a_start_ahead_that_fails_is_told_when_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    judge = MathJudge()
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "math_verify", None)
+        for number in range(2 * _MANY):
+            assert reward(number, said(number), judge) == 1.0
+        with pytest.raises(MissingDependencyError, match="pip install math-verify"):
+            reward(r"\frac{1}{2}", said("0.5"), judge)
+    assert reward(r"\frac{1}{2}", said("0.5"), judge) == 1.0
 
 
 def test_without_math_verify_the_install_command_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

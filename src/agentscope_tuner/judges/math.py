@@ -34,6 +34,8 @@ _NOT_BARE = re.compile(r"\$|\\\(|\\\[|\\boxed|\*\*")
 _COMMAND = re.compile(r"\\[A-Za-z]+(?:\{[^{}\\]*\})*")
 _WORD = re.compile(r"(?<!\S)[(\"']*[A-Za-z]{2,}[.,;:!?)\"']*(?!\S)")
 _BARE_PI = re.compile(r"(?<![A-Za-z\\])pi(?![A-Za-z])")
+_MANY = 32
+"""Among so many answers of a model there is probably one soon that is not a plain number."""
 
 
 class MathJudge(Judge):
@@ -48,7 +50,9 @@ class MathJudge(Judge):
     """
 
     def __init__(self, *, timeout_s: float = 5.0) -> None:
-        """Create the judge; `math-verify` is needed, and started, at the first answer that is not a plain number.
+        """Create the judge; `math-verify` is needed at the first answer that is not a plain number.
+
+        It is started then, or where many were plain numbers before it, so that nobody waits for its start later.
 
         Args:
             timeout_s: seconds after which `math-verify` gives up on an answer, which then counts as wrong.
@@ -60,6 +64,11 @@ class MathJudge(Judge):
             raise ConfigError(f"`timeout_s` must be above 0, got {timeout_s}; 5 seconds are enough for most answers")
         self.timeout_s = timeout_s
         self._math_verify: _MathVerify | None = None
+        self._judged = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Whoever gets a copy starts a process of its own."""
+        return {**self.__dict__, "_math_verify": None}
 
     async def judge(self, task: WorkflowTask, output: WorkflowOutput) -> JudgeOutput:
         """Compare the answer with the reference.
@@ -70,6 +79,9 @@ class MathJudge(Judge):
         """
         reference = _reference(task)
         answer = _answer(output)
+        self._judged += 1
+        if self._judged == _MANY:
+            self._verifier().prepare()
         if not answer:
             return JudgeOutput(reward=0.0)
         equal = _equal_plainly(reference, answer)
@@ -77,11 +89,14 @@ class MathJudge(Judge):
             equal = await self._equal_mathematically(reference, answer, task.task.task_id)
         return JudgeOutput(reward=float(equal))
 
-    async def _equal_mathematically(self, reference: str, answer: str, task_id: str) -> bool:
+    def _verifier(self) -> _MathVerify:
         if self._math_verify is None:
             self._math_verify = _MathVerify(self.timeout_s)
             weakref.finalize(self, self._math_verify.close)
-        equal = await self._math_verify.equal(_for_math_verify(reference), _for_math_verify(answer))
+        return self._math_verify
+
+    async def _equal_mathematically(self, reference: str, answer: str, task_id: str) -> bool:
+        equal = await self._verifier().equal(_for_math_verify(reference), _for_math_verify(answer))
         if equal is None:
             logger.warning(
                 "task `%s`: `math-verify` did not compare this answer within %g s, so it counts as wrong: %.200r",
@@ -181,14 +196,17 @@ def _for_math_verify(text: str) -> str:
 _WORKER = """
 import faulthandler, json, sys
 from math_verify import parse, verify
+def equal(*texts):
+    parsed = [parse(text, parsing_timeout=None) for text in texts]
+    return bool(verify(*parsed, timeout_seconds=None))
+equal("$1$", "$x + 1$")  # the first formula takes a while
 print("ready", flush=True)
 for line in sys.stdin:
     reference, answer, timeout_s = json.loads(line)
     faulthandler.dump_traceback_later(timeout_s, exit=True)
-    parsed = [parse(text, parsing_timeout=None) for text in (reference, answer)]
-    equal = bool(verify(*parsed, timeout_seconds=None))
+    found = equal(reference, answer)
     faulthandler.cancel_dump_traceback_later()
-    print(json.dumps(equal), flush=True)
+    print(json.dumps(found), flush=True)
 """
 
 
@@ -203,6 +221,7 @@ class _MathVerify:
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._process: subprocess.Popen[str] | None = None
+        self._ready = False
         # One thread: questions go through the pipe one at a time, whichever event loop they come from.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="math-verify")
 
@@ -210,15 +229,18 @@ class _MathVerify:
         """Whether they are equal; None when that was not found out in time."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._ask, reference, answer)
 
+    def prepare(self) -> None:
+        """Let the process start, so that it is ready when there is a question; what is wrong is told then."""
+        self._thread.submit(self._start)
+
     def close(self) -> None:
         self._thread.shutdown(wait=False)
         self._stop()
 
     def _ask(self, reference: str, answer: str) -> bool | None:
-        process = self._process
-        if process is None or process.poll() is not None:
-            self._stop()
-            process = self._process = self._start()
+        process = self._start()
+        if not self._ready:
+            self._await(process)
         question = json.dumps([reference, answer, self._timeout_s])
         assert process.stdin is not None and process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
@@ -231,6 +253,10 @@ class _MathVerify:
         return bool(json.loads(reply))
 
     def _start(self) -> subprocess.Popen[str]:
+        """The process; begun anew where there is none, or it has ended."""
+        if self._process is not None and self._process.poll() is None:
+            return self._process
+        self._stop()
         if find_spec("math_verify") is None:
             raise MissingDependencyError(
                 "`MathJudge` needs the package `math-verify` for answers that are not plain numbers; install it with "
@@ -238,25 +264,27 @@ class _MathVerify:
             )
         # -P: a file `math.py` in the working directory must not stand in for the standard library's.
         # Its standard error is dropped: math-verify reports every text that it cannot read, which is most of them.
-        process = subprocess.Popen(
+        self._process = subprocess.Popen(
             [sys.executable, "-P", "-c", _WORKER],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             encoding="utf-8",
         )
+        return self._process
+
+    def _await(self, process: subprocess.Popen[str]) -> None:
         assert process.stdout is not None
-        if process.stdout.readline() != "ready\n":
-            with process:
-                process.kill()
+        self._ready = process.stdout.readline() == "ready\n"
+        if not self._ready:
+            self._stop()
             raise MissingDependencyError(
                 f"`math-verify` does not start (exit status {process.returncode}); see what "
                 "`python -c 'import math_verify'` says, or install it again with `pip install math-verify`"
             )
-        return process
 
     def _stop(self) -> None:
-        process, self._process = self._process, None
+        process, self._process, self._ready = self._process, None, False
         if process is not None:
             # Closing its standard input fails when a question is still unsent.
             with contextlib.suppress(BrokenPipeError), process:
