@@ -136,8 +136,14 @@ class Recorder:
             self._speaker = helps._helpers
 
     def close(self) -> None:
-        """The episode is over; a workflow that was abandoned can record nothing more."""
+        """The episode is over; a workflow that was abandoned can record nothing more.
+
+        What was recorded is let go. Agents and their tools refer to each other, so they, and what they hold, stay until
+        Python looks for garbage in cycles.
+        """
         self._closed = True
+        self.calls, self.answers, self._replay = [], [None] * len(self.answers), ()
+        del self._conversation
 
     # ----------------------------------------------------------------------------------------------- roles
 

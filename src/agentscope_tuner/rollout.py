@@ -200,13 +200,14 @@ class Rollout:
             episode.error = EpisodeError(type(cause).__name__, str(cause), trace)
             episode.reward = None
         finally:
+            answers = recorder.answers
             for each in (recorder, *auxiliary.values()):
                 each.close()
                 each.model.policy.close_episode(each.episode_id)
                 self.endpoints.expire(each)
-            self.registered |= set(recorder.roles) | {call.role for call in recorder.calls}
+            self.registered |= set(recorder.roles) | {call.role for call in episode.calls}
         episode.time_s = time.perf_counter() - begun
-        return episode, recorder.answers
+        return episode, answers
 
     async def _perform(self, episode: Episode, recorder: Recorder, auxiliary: Mapping[str, Any]) -> None:
         task = episode.workflow_task

@@ -31,7 +31,7 @@ Message = dict[str, Any]
 _Key = tuple[str | bytes, ...]
 
 _SENTINEL = "\ue000reply\ue001"
-"""Stands for a recorded reply while the rest is rendered; private-use characters, so no template touches it."""
+"""Stands for recorded replies while the rest is rendered; private-use characters, so no template touches it."""
 
 
 _sorted_json = json.JSONEncoder(sort_keys=True).encode
@@ -176,16 +176,10 @@ class Prompt:
     """Where these messages end in the conversation's message trie."""
     extends: int | None
     """The recorded call whose prompt and completion ids begin `ids`."""
-    renderer: ChatRenderer
-    frozen_tools: bytes
-    _text: str = ""
-
-    @property
-    def text(self) -> str:
-        """What the template writes for these messages; `ids` may spell recorded replies differently."""
-        if not self._text:
-            self._text = self.renderer.text_of(_freeze(self.messages), self.frozen_tools)
-        return self._text
+    replies: tuple[int, ...]
+    """Which of the messages are replies whose recorded ids are among `ids`."""
+    text: str
+    """What the template writes for these messages, with `_SENTINEL` for each of those replies."""
 
 
 @dataclass(slots=True)
@@ -224,12 +218,12 @@ class Conversation:
             if node in self._call_at:
                 recorded.append((i, self._call_at[node]))
         for position, call in reversed(recorded):
-            ids = self._extend(call, position, plain, frozen_tools)
-            if ids is not None:
-                return Prompt(ids, plain, schema, node, call, self._renderer, frozen_tools)
-        prompt = Prompt([], plain, schema, node, None, self._renderer, frozen_tools)
-        prompt.ids = self._renderer.encode(prompt.text)
-        return prompt
+            extended = self._extend(call, position, plain, frozen_tools)
+            if extended is not None:
+                ids, replies, text = extended
+                return Prompt(ids, plain, schema, node, call, replies, text)
+        text = self._renderer.text_of(_freeze(plain), frozen_tools)
+        return Prompt(self._renderer.encode(text), plain, schema, node, None, (), text)
 
     def add(self, prompt: Prompt, completion_ids: list[int], reply: Reply) -> int:
         """Record a reply; returns the index of the call."""
@@ -243,26 +237,36 @@ class Conversation:
     def _step(self, node: int, key: _Key) -> int:
         return self._nodes.setdefault((node, key), len(self._nodes) + 1)
 
-    def _extend(self, call: int, position: int, messages: list[Message], frozen_tools: bytes) -> list[int] | None:
-        """Ids of `messages` that begin with a recorded call's; None when the template would write another beginning."""
+    def _extend(
+        self, call: int, position: int, messages: list[Message], frozen_tools: bytes
+    ) -> tuple[list[int], tuple[int, ...], str] | None:
+        """`ids`, `replies` and `text` of a `Prompt` that extends a recorded call, whose reply is at this position.
+
+        None when the template would write another beginning.
+        """
         recorded = self._calls[call]
         if recorded.has_thinking:
             return None  # Agents do not send thinking back, so at inference time the model would not see it.
-        marked = [*messages[:position], {"role": "assistant", "content": _SENTINEL}, *messages[position + 1 :]]
+        replies = (*recorded.prompt.replies, position)
+        marked = messages.copy()
+        for place in replies:
+            marked[place] = {"role": "assistant", "content": _SENTINEL}
         try:
-            before, found, after = self._renderer.text_of(_freeze(marked), frozen_tools).partition(_SENTINEL)
+            text = self._renderer.text_of(_freeze(marked), frozen_tools)
         except (TemplateError, ValueError):  # a template that insists on the call its tool messages answer
             return None
-        # Some templates write white space around a reply; what counts is what was sampled.
         start, end = recorded.prompt.text, recorded.end_of_turn
-        if not found or not before.startswith(start) or before[len(start) :].strip():
+        if not text.startswith(start):
             return None
-        beginning = recorded.prompt.ids + recorded.completion_ids
+        # Some templates write white space around a reply; what counts is what was sampled.
+        space, found, after = text[len(start) :].partition(_SENTINEL)
+        if not found or space.strip():
+            return None
         if end:
             space, found, after = after.partition(end)
             if not found or space.strip():
                 return None
-        return beginning + self._renderer.encode(after)
+        return recorded.prompt.ids + recorded.completion_ids + self._renderer.encode(after), replies, text
 
 
 def plain_message(message: Mapping[str, Any]) -> Message:

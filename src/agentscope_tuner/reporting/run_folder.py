@@ -25,6 +25,7 @@ from types import TracebackType
 from typing import Any, BinaryIO
 
 from omegaconf import OmegaConf
+from pydantic_core import to_json
 
 from agentscope_tuner.config import TunerConfig, load_config
 from agentscope_tuner.errors import ConfigError, DataError
@@ -48,8 +49,6 @@ FREE_ON_RESUME = (
 _METRIC_FIELDS = tuple(f.name for f in dataclasses.fields(StepMetrics) if f.name != "extra")
 _EPISODE_FILE = re.compile(r"[a-z_]+_(\d{6,})\.jsonl")
 _ABSENT = object()
-
-_encode_fast = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"), check_circular=False).encode
 
 
 class RunFolder:
@@ -303,8 +302,8 @@ def _to_metrics(row: dict[str, Any], path: Path) -> StepMetrics:
 
 def _encode(row: dict[str, Any]) -> bytes:
     try:
-        return _encode_fast(row).encode() + b"\n"
-    except (ValueError, TypeError):  # not finite, not JSON, or (a ValueError too) not UTF-8
+        return to_json(row, inf_nan_mode="null", fallback=_plain) + b"\n"
+    except ValueError:  # not UTF-8
         return json.dumps(_plain(row), separators=(",", ":")).encode() + b"\n"
 
 
