@@ -17,8 +17,10 @@ from weakref import ref
 import agentscope._utils._common as common
 import numpy as np
 import pytest
+import shortuuid
 from agentscope.agent import AgentBase, ReActAgent
 from agentscope.formatter import OpenAIChatFormatter
+from agentscope.memory import InMemoryMemory
 from agentscope.message import Msg, TextBlock
 from agentscope.model import ChatModelBase, ChatResponse
 from agentscope.pipeline import stream_printing_messages
@@ -27,7 +29,14 @@ from pydantic import BaseModel, Field
 
 from agentscope_tuner import tune
 from agentscope_tuner.engine.learner import Learner
-from agentscope_tuner.many_agents import rare_collections, share_schemas, share_signatures, skip_pauses
+from agentscope_tuner.many_agents import (
+    copy_messages_quickly,
+    draw_ids_quickly,
+    rare_collections,
+    share_schemas,
+    share_signatures,
+    skip_pauses,
+)
 
 
 class Answer(BaseModel):
@@ -293,6 +302,71 @@ def test_pauses_of_an_agentscope_of_other_insides_are_left_alone(monkeypatch: py
     monkeypatch.delattr(inside, "asyncio")
     skip_pauses.__wrapped__()
     assert not hasattr(inside, "asyncio")
+
+
+def test_ids_are_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    inside: Any = [sys.modules[kind.__module__] for kind in (Msg, AgentBase)]
+    for module in inside:
+        monkeypatch.setattr(module, "shortuuid", shortuuid)
+    before = Msg("a", "b", "user").id
+    draw_ids_quickly.__wrapped__()
+    monkeypatch.setattr(shortuuid, "uuid", lambda *args, **named: (args, named))
+    ids = [Msg("a", "b", "user").id for _ in range(2_000)]
+    assert len({*ids, before}) == 2_001
+    assert {len(one) for one in ids} == {len(before)}
+    assert {*"".join(ids)} == {*shortuuid.get_alphabet()}
+    assert len({AgentBase().id, AgentBase().id} | {*ids}) == 2_002
+    assert inside[0].shortuuid.uuid("name", pad_length=3) == str((("name",), {"pad_length": 3}))
+
+
+def test_ids_of_an_agentscope_of_other_insides_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    inside: Any = sys.modules[Msg.__module__]
+    monkeypatch.delattr(inside, "shortuuid")
+    draw_ids_quickly.__wrapped__()
+    assert not hasattr(inside, "shortuuid")
+
+
+class Named(Msg):
+    """A message of a class of its own."""
+
+
+def test_memories_hold_copies_of_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    inside: Any = sys.modules[InMemoryMemory.__module__]
+    monkeypatch.setattr(inside, "deepcopy", deepcopy)
+    copy_messages_quickly.__wrapped__()
+    assert inside.deepcopy is not deepcopy
+    blocks: list[Any] = [
+        {"type": "text", "text": "a"},
+        {"type": "tool_use", "id": "1", "name": "f", "input": {"n": [1, 2.5, None, True, {"x": ("t", [])}]}},
+    ]
+    metadata = {"found": [{"k": "v"}], "when": Answer(number=1), "set": {1}}
+    messages = [kind("a", blocks, "assistant", metadata=metadata) for kind in (Msg, Named)]
+
+    async def remembered() -> list[Msg]:
+        memory = InMemoryMemory()
+        await memory.add(messages, marks=["hint"])
+        return await memory.get_memory(mark="hint")
+
+    kept = asyncio.run(remembered())
+    assert [type(message) for message in kept] == [Msg, Named]
+    for message, copied in zip(messages, kept, strict=True):
+        assert vars(copied) == vars(message)
+        blocks[1]["input"]["n"][4]["x"][1].append("changed")
+        metadata["found"].append("changed")
+        metadata["set"].add(2)
+        metadata["when"].number = 2
+        assert copied.content[1]["input"]["n"][4] == {"x": ("t", [])}
+        assert copied.metadata == {"found": [{"k": "v"}], "when": Answer(number=1), "set": {1}}
+        blocks[1]["input"]["n"][4]["x"][1].clear()
+        metadata |= {"found": [{"k": "v"}], "set": {1}}
+        metadata["when"].number = 1
+
+
+def test_memories_of_an_agentscope_of_other_insides_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    inside: Any = sys.modules[InMemoryMemory.__module__]
+    monkeypatch.setattr(inside, "deepcopy", None)
+    copy_messages_quickly.__wrapped__()
+    assert inside.deepcopy is None
 
 
 @pytest.mark.filterwarnings("ignore:Default value:pydantic.json_schema.PydanticJsonSchemaWarning")

@@ -26,6 +26,8 @@ from agentscope_tuner.errors import (
     TunerError,
 )
 from agentscope_tuner.many_agents import (
+    copy_messages_quickly,
+    draw_ids_quickly,
     quiet_agents,
     rare_collections,
     share_schemas,
@@ -137,6 +139,8 @@ class Rollout:
         share_schemas()
         share_signatures()
         skip_pauses()
+        draw_ids_quickly()
+        copy_messages_quickly()
         try:
             with quiet_agents(), rare_collections():
                 async with asyncio.TaskGroup() as group:
