@@ -35,7 +35,7 @@ from agentscope_tuner.recorder import PolicyModel
 from agentscope_tuner.reporting import read_episodes
 from agentscope_tuner.rollout import Rollout, run_to_end
 from agentscope_tuner.testing import ScriptedPolicy
-from agentscope_tuner.types import Episode, Task
+from agentscope_tuner.types import Episode, ModelCall, Task
 from agentscope_tuner.workflow import JudgeRunner, WorkflowRunner
 
 HELLO = [{"role": "user", "content": "Hello."}]
@@ -102,6 +102,25 @@ class Second(Workflow):
         if task.group_index % 2:
             return await self.how(model_tuner)
         return WorkflowOutput(reward=1.0, metrics={"fine": 1.0})
+
+
+def test_an_agent_that_outlives_its_episode_keeps_nothing_of_it(renderer: ChatRenderer) -> None:
+    kept = []
+
+    class Keeps(Workflow):
+        async def execute(self, task: WorkflowTask, model_tuner: ModelTuner) -> WorkflowOutput:
+            kept.append(model_tuner)  # as agents do until Python looks for garbage in cycles
+            first = await model_tuner(HELLO)
+            answer = {"role": "assistant", "content": first.content[0]["text"]}
+            await model_tuner([*HELLO, answer, {"role": "user", "content": "And?"}])
+            return WorkflowOutput(reward=1.0)
+
+    episodes = run(renderer, Keeps)
+    assert [len(episode.calls) for episode in episodes] == [2] * 4
+    numbers = {id(call) for episode in episodes for call in episode.calls}
+    del episodes
+    left = [one for one in gc.get_objects() if id(one) in numbers and isinstance(one, ModelCall)]
+    assert len(kept) == 4 and not left
 
 
 # ---------------------------------------------------------------------------------------------- failing workflows
