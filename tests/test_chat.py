@@ -18,6 +18,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from agentscope_tuner.algorithms import common_prefix
 from agentscope_tuner.chat import ChatRenderer, Conversation, Message, Prompt, Reply, parse_reply, write_reply
+from agentscope_tuner.chat.rendering import _SENTINEL
 from agentscope_tuner.errors import ConfigError, ModelError, UnsupportedContentError
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
@@ -838,6 +839,11 @@ def test_every_prompt_says_what_the_template_says(renderer: ChatRenderer, steps:
         reply = episode.say(messages, said, ids)
         prompt = episode.prompts[-1]
         assert renderer.decode(prompt.ids) == renderer.text(prompt.messages, tools)
+        marked = [*prompt.messages]
+        for place in prompt.replies:
+            marked[place] = {"role": "assistant", "content": _SENTINEL}
+        assert prompt.text == renderer.text(marked, tools)
+        assert bool(prompt.replies) is (prompt.extends is not None)
         if prompt.extends is None:
             assert prompt.ids == renderer.encode(prompt.text)
         else:
