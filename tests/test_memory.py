@@ -10,7 +10,7 @@ import pytest
 from engine_tools import load
 
 from agentscope_tuner.config import AlgorithmConfig, EngineConfig, LoraConfig, TunerModelConfig
-from agentscope_tuner.engine import products
+from agentscope_tuner.engine import memory, products
 from agentscope_tuner.engine.learner import Learner
 from agentscope_tuner.engine.memory import StepMemory, estimate, pass_tokens
 from agentscope_tuner.engine.models import load_model
@@ -62,10 +62,10 @@ def test_steps_use_their_budget_stay_within_it_and_give_it_back(path: str) -> No
 
 
 def test_a_budget_in_tokens_and_back() -> None:
-    memory = StepMemory(fixed=1e8, per_token=1e5, per_row=2e4, block=1000)
+    known = StepMemory(fixed=1e8, per_token=1e5, per_row=2e4, block=1000)
     for tokens in (1, 999, 1000, 1001, 50_000):
-        assert memory.tokens_within(memory.gb(tokens) * (1 + 1e-9)) == tokens
-    assert memory.tokens_within(0.05) < 0
+        assert known.tokens_within(known.gb(tokens) * (1 + 1e-9)) == tokens
+    assert known.tokens_within(0.05) < 0
 
 
 @pytest.mark.parametrize("lora", [None, LoraConfig()])
@@ -76,12 +76,21 @@ def test_a_budget_lowers_the_tokens_of_a_pass(lora: LoraConfig | None) -> None:
         config = EngineConfig(device="cpu", micro_batch_tokens=asked, **engine)
         return pass_tokens(TreePass(loaded, config), config).usual
 
-    assert tokens(None) == tokens(None, step_memory_gb=100) == 1536
+    assert tokens(None) == tokens(None, step_memory_gb=100) == 4096
     assert tokens() == tokens(step_memory_gb=100) == 6144
     assert 256 <= tokens(step_memory_gb=0.1) < tokens(step_memory_gb=0.2) < 6144
     with pytest.raises(ConfigError, match=r"to train on one sequence of 256 tokens takes 0\.\d\d GB"):
         tokens(step_memory_gb=0.01)
     assert all(parameter.grad is None for parameter in loaded.model.parameters())
+
+
+@pytest.mark.parametrize("what", ["is_small", "has_fused_form"])
+def test_passes_are_longer_for_small_models_of_a_known_family_alone(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = EngineConfig(device="cpu")
+    tree_pass = TreePass(load("tiny-agent", max_model_len=256), engine)
+    assert pass_tokens(tree_pass, engine).usual == 4096
+    monkeypatch.setattr(memory, what, lambda loaded: False)
+    assert pass_tokens(tree_pass, engine).usual == 1536
 
 
 def test_frozen_weights_in_bfloat16_keep_no_more_than_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,11 +17,14 @@ from torch import Tensor
 
 from agentscope_tuner.algorithms.packing import pack
 from agentscope_tuner.config import EngineConfig
+from agentscope_tuner.engine.decoder import has_fused_form, is_small
+from agentscope_tuner.engine.models import LoadedModel
 from agentscope_tuner.engine.trainable import TreePass, head_rows
 from agentscope_tuner.errors import ConfigError
 
-_CPU_TOKENS, _GPU_TOKENS = 1536, 6144
-"""Tokens of a pass, where the user says nothing."""
+_CPU_TOKENS, _SMALL_CPU_TOKENS, _GPU_TOKENS = 1536, 4096, 6144
+"""Tokens of a pass, where the user says nothing. More hold more of a long prefix tree together, and take more memory,
+which a small model has little use for otherwise."""
 _LOGIT_COPIES = 7
 """Of a block, in float32: what its softmax and entropy make of the logits, and the gradients."""
 _MOMENTS_BYTES = 8
@@ -142,7 +145,7 @@ def pass_tokens(tree_pass: TreePass, engine: EngineConfig) -> PassTokens:
         ConfigError: one sequence of `max_model_len` tokens would take more memory than it may.
     """
     loaded = tree_pass.loaded
-    asked = engine.micro_batch_tokens or (_CPU_TOKENS if loaded.device.type == "cpu" else _GPU_TOKENS)
+    asked = engine.micro_batch_tokens or _usual_tokens(loaded)
     if engine.step_memory_gb is None:
         return PassTokens(asked, None)
     memory = estimate(tree_pass)
@@ -155,3 +158,9 @@ def pass_tokens(tree_pass: TreePass, engine: EngineConfig) -> PassTokens:
             "a LoRA adapter (`model.lora`)"
         )
     return PassTokens(min(asked, tokens), tokens)
+
+
+def _usual_tokens(loaded: LoadedModel) -> int:
+    if loaded.device.type != "cpu":
+        return _GPU_TOKENS
+    return _SMALL_CPU_TOKENS if has_fused_form(loaded) and is_small(loaded) else _CPU_TOKENS
