@@ -67,6 +67,15 @@ def quiet_agents() -> Iterator[None]:
             os.environ[switch] = before
 
 
+def relieve_agents() -> None:
+    """From now on, AgentScope does not do for every agent what can be done once, or more quickly."""
+    share_schemas()
+    share_signatures()
+    skip_pauses()
+    draw_ids_quickly()
+    copy_messages_quickly()
+
+
 @cache
 def share_schemas() -> None:
     """From now on, AgentScope makes a tool's JSON schema once, and copies it while function and model are the same.

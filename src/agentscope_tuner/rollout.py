@@ -25,15 +25,7 @@ from agentscope_tuner.errors import (
     RoleError,
     TunerError,
 )
-from agentscope_tuner.many_agents import (
-    copy_messages_quickly,
-    draw_ids_quickly,
-    quiet_agents,
-    rare_collections,
-    share_schemas,
-    share_signatures,
-    skip_pauses,
-)
+from agentscope_tuner.many_agents import quiet_agents, rare_collections, relieve_agents
 from agentscope_tuner.model_tuner import ModelTuner
 from agentscope_tuner.policy import SamplingParams
 from agentscope_tuner.recorder import PolicyModel, Recorder
@@ -136,11 +128,7 @@ class Rollout:
                     episode.branch = Branch(continued[0][0].replayed, [other for other, _ in continued])
             return episode
 
-        share_schemas()
-        share_signatures()
-        skip_pauses()
-        draw_ids_quickly()
-        copy_messages_quickly()
+        relieve_agents()
         try:
             with quiet_agents(), rare_collections():
                 async with asyncio.TaskGroup() as group:
