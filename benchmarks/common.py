@@ -51,8 +51,10 @@ SIZES = {
     "L": (151936, 896, 4864, 24, 14, 2),
 }
 """Models of 2, 57 and 494 million parameters; the last has the shape of Qwen2.5-0.5B."""
-TASKS, GROUP, NEW_TOKENS = 16, 8, 48
-"""A batch: so many prompts, completions of each, and tokens of each completion."""
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+"""Where everything is measured."""
+TASKS, GROUP, NEW_TOKENS = 16 if DEVICE.type == "cpu" else 32, 8, 48
+"""A batch: so many prompts, completions of each, and tokens of each completion. A GPU has twice as many to do."""
 _WORDS = "the agent says that one apple and two trees are not three players who vote for number seven at night".split()
 _FOREIGN = 0.15
 _BRIEF_S = 1.0
@@ -162,8 +164,8 @@ def generate(model: Any, prompts: list[list[int]], tokens: int, end: list[int] |
     `end` a completion is padded with 0; without any, all are of full length.
     """
     width = max(map(len, prompts))
-    ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts])
-    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
+    ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=DEVICE)
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=DEVICE)
     ending = {"min_new_tokens": tokens} if end is None else {"eos_token_id": end}
     out = model.generate(
         ids, attention_mask=mask, do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=tokens,
@@ -172,7 +174,14 @@ def generate(model: Any, prompts: list[list[int]], tokens: int, end: list[int] |
     new: torch.Tensor = out.sequences[:, width:]
     for i, logits in enumerate(out.logits):
         torch.log_softmax(logits.float(), -1).gather(1, new[:, i : i + 1])
+    wait_for_device()
     return new
+
+
+def wait_for_device() -> None:
+    """Until all that was launched is computed."""
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
 
 
 # ------------------------------------------------------------------------------------------------------ measuring
@@ -305,7 +314,9 @@ def begin_answering() -> Callable[[str], None]:
 
 
 def peak_memory() -> float:
-    """GB that this process has held at most."""
+    """GB that this process has held at most: of the GPU's memory, where there is one."""
+    if DEVICE.type == "cuda":
+        return torch.cuda.max_memory_allocated() / 1e9
     # `getrusage` would begin with what the process held that started this one.
     return _memory("VmHWM")
 
@@ -378,8 +389,9 @@ class Stopwatch:
 @cache
 def matmul_rate(dtype: str) -> float:
     """GFLOP/s of a large matrix product, the best of several: what nothing here can exceed."""
-    a, b = (torch.randn(2048, 2048, dtype=getattr(torch, dtype)) for _ in "ab")
-    ways: list[Products] = [OneDnnProducts(2048), PlainProducts()]
+    size = 2048 if DEVICE.type == "cpu" else 8192
+    a, b = (torch.randn(size, size, dtype=getattr(torch, dtype), device=DEVICE) for _ in "ab")
+    ways: list[Products] = [OneDnnProducts(size), PlainProducts()]
     best = float("inf")
     with torch.inference_mode():
         for products in ways:
@@ -387,10 +399,26 @@ def matmul_rate(dtype: str) -> float:
             with suppress(AttributeError, RuntimeError):
                 packed = products.pack(b)
                 for _ in range(9):
+                    wait_for_device()
                     begun = time.perf_counter()
-                    products.linear(a, packed, None, 2048)
+                    products.linear(a, packed, None, size)
+                    wait_for_device()
                     best = min(best, time.perf_counter() - begun)
-    return 2 * 2048**3 / best / 1e9
+    return 2 * size**3 / best / 1e9
+
+
+@cache
+def copy_rate() -> float:
+    """GB/s of a large copy within the device's memory, the best of several; what is read and what is written count."""
+    source = torch.empty(2**31, dtype=torch.uint8, device=DEVICE)
+    target, best = torch.empty_like(source), float("inf")
+    for _ in range(9):
+        wait_for_device()
+        begun = time.perf_counter()
+        target.copy_(source)
+        wait_for_device()
+        best = min(best, time.perf_counter() - begun)
+    return 2 * len(source) / best / 1e9
 
 
 @cache
@@ -399,7 +427,7 @@ def machine() -> dict[str, Any]:
     info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     about = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in info.splitlines())}
     name, family = about.get("model name", platform.processor()), about.get("cpu family")
-    return {
+    found = {
         "processor": f"{name} of family {family}" if family else name,
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
@@ -408,12 +436,15 @@ def machine() -> dict[str, Any]:
         "torch": torch.__version__,
         "matmul_gflops": {dtype: round(matmul_rate(dtype)) for dtype in ("float32", "bfloat16")},
     }
+    if DEVICE.type == "cuda":
+        found |= {"gpu": torch.cuda.get_device_name(), "copy_gb_s": round(copy_rate())}
+    return found
 
 
 # ------------------------------------------------------------------------------------------------------- results
 
 
-_SAME_MACHINE = ("processor", "instructions", "threads", "memory_gb", "torch")
+_SAME_MACHINE = ("processor", "instructions", "threads", "memory_gb", "torch", "gpu")
 
 
 def read_results(name: str) -> list[dict[str, Any]]:
@@ -430,7 +461,9 @@ def write_results(name: str, measured: Iterable[dict[str, Any]], key: Sequence[s
     are measured again: the largest models take an hour.
     """
     known = read_results(name)
-    mine = next((one for one in known if all(one["machine"][same] == machine()[same] for same in _SAME_MACHINE)), None)
+    mine = next(
+        (one for one in known if all(one["machine"].get(same) == machine().get(same) for same in _SAME_MACHINE)), None
+    )
     rows: list[dict[str, Any]] = mine["rows"] if mine and key else []
     if mine is None:
         known.append(mine := {})

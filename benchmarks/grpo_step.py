@@ -24,6 +24,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from common import (
+    DEVICE,
     GROUP,
     NEW_TOKENS,
     TASKS,
@@ -37,6 +38,7 @@ from common import (
     random_model,
     relative_error,
     text_prompts,
+    wait_for_device,
     write_results,
 )
 from datasets import Dataset
@@ -58,7 +60,7 @@ class Ours:
     """The sampler and the learner of the local backend."""
 
     def __init__(self, size: str, dtype: str) -> None:
-        self.loaded, settings = load(size, dtype, CONTEXT)
+        self.loaded, settings = load(size, dtype, CONTEXT, max_slots=TASKS * GROUP)
         self.sampler = Sampler(self.loaded, settings)
         self.learner = Learner(self.loaded, AlgorithmConfig(learning_rate=1e-6), settings, NEW_TOKENS)
         self.prompts = [ids for ids, _ in text_prompts() for _ in range(GROUP)]
@@ -69,6 +71,7 @@ class Ours:
         self.learner.train([self.rollout()])
         self.steps += 1
         self.sampler.weights_changed(self.steps)
+        wait_for_device()
 
     def rollout(self) -> list[Datum]:
         """A batch, half of it good."""
@@ -94,8 +97,8 @@ def run_trl(size: str, dtype: str, steps: int, together: int, answer: Answer) ->
     settings = GRPOConfig(
         output_dir=tempfile.mkdtemp(), per_device_train_batch_size=together, num_generations=GROUP,
         gradient_accumulation_steps=TASKS * GROUP // together, steps_per_generation=TASKS * GROUP // together,
-        max_completion_length=NEW_TOKENS, temperature=1.0, max_steps=steps, use_cpu=True, report_to="none",
-        save_strategy="no", learning_rate=1e-6, bf16=dtype == "bfloat16", gradient_checkpointing=False, beta=0.0,
+        max_completion_length=NEW_TOKENS, temperature=1.0, max_steps=steps, report_to="none",
+        use_cpu=DEVICE.type == "cpu", save_strategy="no", learning_rate=1e-6, bf16=dtype == "bfloat16", gradient_checkpointing=False, beta=0.0,
         generation_kwargs={"min_new_tokens": NEW_TOKENS}, disable_tqdm=True, dataloader_pin_memory=False,
         shuffle_dataset=False, logging_strategy="no",
     )  # fmt: skip
@@ -113,6 +116,7 @@ def run_trl(size: str, dtype: str, steps: int, together: int, answer: Answer) ->
                 raise EOFError
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            wait_for_device()
             answer("done")
 
     trainer.add_callback(Turns())
@@ -126,10 +130,10 @@ def gradient_error(size: str) -> float:
     datums = ours.rollout()[: 2 * GROUP]
     ours.learner.optimizer.zero_grad()
     ours.learner.accumulate(datums)
-    reference = AutoModelForCausalLM.from_pretrained(random_model(size), dtype=torch.float32)
+    reference = AutoModelForCausalLM.from_pretrained(random_model(size), dtype=torch.float32).to(DEVICE)
     for datum in datums:
         call = datum.call
-        ids = torch.tensor([call.prompt_ids + call.completion_ids])
+        ids = torch.tensor([call.prompt_ids + call.completion_ids], device=DEVICE)
         logits = reference(ids).logits[0, len(call.prompt_ids) - 1 : -1]
         logprobs = torch.log_softmax(logits, -1).gather(1, ids[0, len(call.prompt_ids) :, None])
         (-(logprobs.sum() * datum.advantage * datum.weight)).backward()
@@ -148,6 +152,7 @@ def measure(size: str, dtype: str, rounds: int, trl_pass: int = TRL_PASS) -> dic
     error = gradient_error(size)
     if error > 1e-5:
         raise SystemExit(f"{size}: gradients differ by {error:.2g}")
+    torch.cuda.empty_cache()  # both sides need the GPU's memory
     # The trainer needs to know how many steps there will be: the warm-up, and at most two in twice the rounds.
     steps = 4 * rounds + 1
     single = "TRL" if dtype == "float32" else "TRL float32"

@@ -22,6 +22,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import math
 import random
 import statistics
 import time
@@ -34,11 +35,13 @@ from unittest.mock import patch
 import torch
 import typer
 from common import (
+    DEVICE,
     GROUP,
     NEW_TOKENS,
     SIZES,
     Beside,
     compare,
+    copy_rate,
     generate,
     load,
     matmul_rate,
@@ -48,11 +51,13 @@ from common import (
 )
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
+from agentscope_tuner.engine.decoder import cache_shape
+from agentscope_tuner.engine.models import LoadedModel
 from agentscope_tuner.engine.sampler import Sampler
 from agentscope_tuner.policy import Sample, SamplingParams
 
 CONTEXT = 512
-
+_KERNELS = ("native_kernels", "gpu_kernels_for")
 
 Requests = list[tuple[list[int], int]]
 """Prompts, and how many new tokens each is to have."""
@@ -93,7 +98,7 @@ def largest_error(model: Any, prompts: list[list[int]], samples: list[Sample]) -
     """Of our log-probabilities, against transformers' in float32."""
     errors = []
     for ids, sample in list(zip(prompts, samples, strict=True))[::37]:
-        logits = model(torch.tensor([ids + sample.token_ids])).logits[0, len(ids) - 1 : -1].float()
+        logits = model(torch.tensor([ids + sample.token_ids], device=DEVICE)).logits[0, len(ids) - 1 : -1].float().cpu()
         expected = torch.log_softmax(logits, -1).gather(1, torch.tensor(sample.token_ids)[:, None])[:, 0]
         errors.append((expected - torch.tensor(sample.logprobs)).abs().max().item())
     return max(errors)
@@ -105,6 +110,17 @@ def generate_continuously(model: Any, prompts: list[list[int]]) -> None:
     batching = ContinuousBatchingConfig(return_logprobs=True)
     done = model.generate_batch(prompts, generation_config=drawing, continuous_batching_config=batching)
     assert all(len(output.generated_tokens) == NEW_TOKENS for output in done.values())
+
+
+def share_of_copies(loaded: LoadedModel, prompts: list[list[int]], seconds: float) -> float:
+    """Of the rate at which memory is copied, what is read at least: in each step all weights, and what rows attend to.
+
+    The prompts are left out, of which many tokens are computed at once.
+    """
+    weights = sum(parameter.nbytes for parameter in loaded.model.parameters())
+    token = 2 * math.prod(cache_shape(loaded)) * loaded.model.dtype.itemsize
+    attended = sum(len(prompt) + step for prompt in prompts for step in range(NEW_TOKENS))
+    return (weights * NEW_TOKENS + token * attended) / seconds / 1e9 / copy_rate()
 
 
 def start_vllm(python: str, size: str, dtype: str) -> Beside:
@@ -119,10 +135,12 @@ def measure(
 ) -> dict[str, Any]:
     """A row of the table."""
     prompts = [prompt for prompt in random_prompts() for _ in range(GROUP)]
-    reference = AutoModelForCausalLM.from_pretrained(random_model(size), dtype=torch.float32).eval()
-    samplers = {"ours": Sampler(*load(size, dtype, CONTEXT))}
-    with patch("agentscope_tuner.engine.decoder.native_kernels", return_value=None):
-        samplers["eager"] = Sampler(*load(size, dtype, CONTEXT))
+    reference = AutoModelForCausalLM.from_pretrained(random_model(size), dtype=torch.float32).eval().to(DEVICE)
+    loaded, settings = load(size, dtype, CONTEXT, max_slots=len(prompts))
+    samplers = {"ours": Sampler(loaded, settings)}
+    without = [patch(f"agentscope_tuner.engine.decoder.{kernels}", return_value=None) for kernels in _KERNELS]
+    with without[0], without[1]:
+        samplers["eager"] = Sampler(*load(size, dtype, CONTEXT, max_slots=len(prompts)))
     version = 0
 
     def empty(name: str) -> Sampler:
@@ -150,8 +168,9 @@ def measure(
     if dtype != "float32" and size != "L":
         single = "generate float32"
         sides[single] = lambda: generate(reference, prompts, NEW_TOKENS)
-    # Of L, every side takes minutes; those that prepare nothing at first need not be warmed up.
-    times = compare(sides, rounds, ("ours",) if size == "L" else None)
+    # Of L, every side takes minutes on a processor; those that prepare nothing at first need not be warmed up.
+    brief = size != "L" or DEVICE.type == "cuda"
+    times = compare(sides, rounds, None if brief else ("ours",))
     against_vllm = None
     if vllm_python is not None and dtype == "bfloat16":
         vllm = start_vllm(vllm_python, size, dtype)
@@ -163,8 +182,8 @@ def measure(
         # It takes gigabytes and gives them back, with which the kernel is busy into the next side's turn.
         batched = compare({"ours": sides["ours"], "continuous": lambda: generate_continuously(reference, prompts)}, 3)
         against_continuous = batched.ratio("continuous", "ours")
-    tokens = len(prompts) * NEW_TOKENS
-    ours, staggered = tokens / times.seconds("ours"), statistics.median(speeds[-rounds:])
+    tokens, seconds = len(prompts) * NEW_TOKENS, times.seconds("ours")
+    ours, staggered = tokens / seconds, statistics.median(speeds[-rounds:])
     layers = sum(p.numel() for name, p in reference.named_parameters() if "embed" not in name)
     head = reference.get_output_embeddings().weight.numel()
     flops = 2 * layers * (tokens + sum(map(len, random_prompts()))) + 2 * head * tokens
@@ -180,7 +199,8 @@ def measure(
         "ours / continuous": against_continuous,
         "ours / vLLM": against_vllm,
         "staggered / static": staggered / ours,
-        "share of the matmul rate": flops / times.seconds("ours") / 1e9 / rate,
+        "share of the matmul rate": flops / seconds / 1e9 / rate,
+        "share of the copy rate": share_of_copies(loaded, prompts, seconds) if DEVICE.type == "cuda" else None,
         "largest error": error,
         **times.counts,
     }

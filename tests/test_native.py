@@ -207,7 +207,9 @@ def test_losses_and_their_gradients() -> None:
     temperature = torch.rand(n) + 0.3
     temperature[::7] = 0.0
     zeros, ones = torch.zeros(n), torch.ones(n)
-    column = _EntryColumns(zeros, zeros, ones, temperature, top_k=torch.zeros(n, dtype=torch.int64), top_p=ones)
+    column = _EntryColumns(
+        zeros, zeros, ones, temperature, top_k=torch.zeros(n, dtype=torch.int64), top_p=ones, truncated=zeros.bool()
+    )
     kernels = native_kernels()
     assert kernels is not None
     weights = torch.randn(2, n)

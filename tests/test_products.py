@@ -125,7 +125,7 @@ def test_what_modules_write_is_shared_copied_and_read_by_kernels(kernels: Native
     stack = PrefixStack([cache.take(1, 3), cache.take(1, shared)])
     after_trunk = attended(0, shared, 0, stack)
     cache.reserve(150)
-    cache.copy(1, 2, shared)
+    cache.copy([(1, 2, shared)])
     after_copy = attended(2, shared, shared)
     error = 2**-7 if dtype == torch.bfloat16 else 1e-6
     for found, first in ((whole, 0), (after_trunk, shared), (after_copy, shared)):

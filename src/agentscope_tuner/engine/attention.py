@@ -11,10 +11,10 @@ d head size.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -22,6 +22,9 @@ from torch import Tensor, nn
 
 from agentscope_tuner.engine.native import TILE, NativeKernels
 from agentscope_tuner.errors import ModelError
+
+if TYPE_CHECKING:
+    from agentscope_tuner.engine.gpu_kernels import GpuKernels
 
 ATTENTION_NAME = "agentscope_tuner"
 
@@ -150,13 +153,17 @@ class KVCache:
         self._places = self._addresses()
 
     @torch.inference_mode()  # as what wrote it
-    def copy(self, source: int, target: int, tokens: int) -> None:
-        """Copy the first own tokens of one slot to another."""
+    def copy(self, copies: Sequence[tuple[int, int, int]]) -> None:
+        """Copy the first own tokens of slots to others, in this order: from one, to another, so many."""
         if self.kernels is not None:
-            self.kernels.copy_slot(self._places, self.values[0], source, target, tokens)
+            for source, target, tokens in copies:
+                self.kernels.copy_slot(self._places, self.values[0], source, target, tokens)
             return
-        for tensor in (*self.keys, *self.values):
-            tensor[target, :, :tokens] = tensor[source, :, :tokens]
+        for sources, targets, tokens in _at_once(copies):
+            # On the device once, and not anew for every tensor.
+            origin, target = torch.tensor([sources, targets], device=self._like.device)
+            for tensor in (*self.keys, *self.values):
+                tensor[target, :, :tokens] = tensor[origin, :, :tokens]
 
     def take(self, slot: int, tokens: int) -> Prefix:
         """A copy of a slot's first own tokens."""
@@ -167,6 +174,24 @@ class KVCache:
             for keys, values in zip(self.keys, self.values, strict=True)
         ]
         return Prefix(layers, tokens)
+
+
+def _at_once(copies: Sequence[tuple[int, int, int]]) -> Iterator[tuple[list[int], list[int], int]]:
+    """Sources, targets and most tokens of copies that do not depend on one another; the others come after them."""
+    sources: list[int] = []
+    targets: list[int] = []
+    most, touched, written = 0, set[int](), set[int]()
+    for source, target, tokens in copies:
+        if source in written or target in touched:
+            yield sources, targets, most
+            sources, targets, most, touched, written = [], [], 0, set(), set()
+        touched |= {source, target}
+        written.add(target)
+        sources.append(source)
+        targets.append(target)
+        most = max(most, tokens)
+    if sources:
+        yield sources, targets, most
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -226,6 +251,33 @@ class RowLayout:
             keys[slots, :, own // TILE, :, own % TILE] = k[:, :, 0]
             values[slots, :, own] = v[:, :, 0]
         return self.attend_queries(layer, (q[:, :, 0].float() * scaling).contiguous())[:, None]
+
+
+class GpuRowLayout:
+    """As `RowLayout`, on a GPU. Whatever sequences begin with is in their slots."""
+
+    def __init__(
+        self, cache: KVCache, kernels: GpuKernels, own: Tensor, slots: Tensor, tiles: Tensor | None = None
+    ) -> None:
+        """Say where the rows' tokens are.
+
+        Args:
+            cache: holds the sequences.
+            kernels: compiled ones.
+            own: (B,) the place of each row's token in its slot.
+            slots: (B,) of each row.
+            tiles: which rows are attended for at once, see `GpuKernels.attend`.
+        """
+        self.cache = cache
+        self.kernels = kernels
+        self.own = own
+        self.slots = slots
+        self._tiles = tiles
+
+    def attend_queries(self, layer: int, q: Tensor) -> Tensor:
+        """Map scaled q (B, H, d) to outputs (B, H, d); keys and values are there."""
+        cache = self.cache
+        return self.kernels.attend(q, cache.keys[layer], cache.values[layer], self.slots, self.own, self._tiles)
 
 
 class PrefixStack:

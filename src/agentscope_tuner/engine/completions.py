@@ -61,12 +61,19 @@ class Work:
     """(N,) Those of one slot after those of the other."""
     within: np.ndarray
     """(N,) The number of each token among those of its slot."""
+    steps: int = 1
+    """How many tokens are drawn for each slot, one after the other, where a single token of each is run."""
+
+    @property
+    def only_decodes(self) -> bool:
+        """Whether a token is drawn for every slot, after the one that was drawn last."""
+        return len(self.ids) == len(self.counts) and bool(self.wanted.all())
 
     @cached_property
     def drawing(self) -> tuple[np.ndarray, np.ndarray]:
-        """The indices of the slots of which something is wanted, and of how many tokens."""
+        """The indices of the slots of which something is wanted, and how many tokens are drawn for each."""
         some = self.wanted > 0
-        return self.lineup.index[some], self.wanted[some]
+        return self.lineup.index[some], self.wanted[some] * self.steps
 
     @cached_property
     def wanted_tokens(self) -> np.ndarray:
@@ -229,10 +236,11 @@ class Completions:
         starts = rows * self._tokens.shape[1] + drawn
         self._guessed[rows] = self._drafts.guess(self._tokens, starts, np.minimum(most, self._budget[rows] - drawn - 1))
 
-    def work(self, plan: Mapping[Slot, int], *, alone: bool = False) -> Work:
+    def work(self, plan: Mapping[Slot, int], *, alone: bool = False, steps: int = 1) -> Work:
         """What is run next: so many missing tokens of the slots of a plan, beside all completions or alone.
 
-        Completions of those whose prompts are complete by that are added already.
+        Completions of those whose prompts are complete by that are added already. Without a plan, so many steps are
+        run, but just one where somebody listens, and none that nobody has use for.
         """
         beside = [] if alone else [slot for slot in self._all.slots if slot not in plan]
         lineup = Lineup([*plan, *beside]) if plan else self._all
@@ -257,7 +265,8 @@ class Completions:
             for slot, tokens in plan.items():
                 end = ends[place[slot.index]]
                 ids[end - tokens : end] = slot.ids[slot.cached : slot.cached + tokens]
-        return Work(lineup, first, counts, wanted, ids, within)
+        steps = 1 if plan or self._listeners else min(steps, int((self._budget[rows] - drawn).max(initial=1)))
+        return Work(lineup, first, counts, wanted, ids, within, steps)
 
     def drawing(self, work: Work) -> Drawing:
         """How to draw what is wanted of work."""
@@ -274,8 +283,8 @@ class Completions:
     def accept(self, work: Work, tokens: np.ndarray, logprobs: np.ndarray) -> list[Over]:
         """Take what was drawn for work: tokens (R,) and their log-probabilities (R,).
 
-        Of each completion the first token is taken, and each that comes after one that was guessed. Returns the
-        requests that are over by that.
+        Of each completion the first token is taken, and each that comes after one that was guessed; or, of several
+        steps, each until it is over. Returns the requests that are over by that.
         """
         rows, wanted = work.drawing
         begun = self._drawn[rows]
@@ -283,7 +292,10 @@ class Completions:
         number = np.repeat(begun, wanted) + count_up(wanted)
         ends = self._ends.take(tokens, mode="clip")
         after = wanted.cumsum()
-        broken = ends | (self._tokens[each, CONTEXT + number] != tokens)
+        if work.steps > 1:  # nothing was guessed
+            broken = ends | (number + 1 >= self._budget[each])
+        else:
+            broken = ends | (self._tokens[each, CONTEXT + number] != tokens)
         broken[after - 1] = True
         last = broken.nonzero()[0]
         last = last[last.searchsorted(after - wanted)]

@@ -6,10 +6,12 @@ multiplies by them. It is used only when it agrees with the modules on a probe.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import subprocess
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import groupby, product
 from operator import itemgetter
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -17,11 +19,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from agentscope_tuner.config import EngineConfig
-from agentscope_tuner.engine.attention import CausalLayout, KVCache, RowLayout, SlotLayout
+from agentscope_tuner.engine.attention import CausalLayout, GpuRowLayout, KVCache, RowLayout, SlotLayout
 from agentscope_tuner.engine.models import SHARED_ADAPTER, LoadedModel, agree, layer_weight, low_rank_update
 from agentscope_tuner.engine.native import Job, NativeKernels, SmallModel, weight_tiles
 from agentscope_tuner.engine.products import PlainProducts, Products, computes_wide, linears, products_for
 from agentscope_tuner.engine.trial import native_kernels
+
+if TYPE_CHECKING:
+    from agentscope_tuner.engine.gpu_kernels import GpuKernels
 
 FUSED_FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 """Architectures made of RMSNorm, rotary attention (with or without query-key norms) and a gated MLP."""
@@ -32,7 +37,7 @@ _SMALL_LAYER = 2**22
 _SMALL_HEAD = 2**24
 """A head of at most so many bytes may be read once for every few rows."""
 
-CacheLayout = CausalLayout | SlotLayout | RowLayout
+CacheLayout = CausalLayout | SlotLayout | RowLayout | GpuRowLayout
 Speakers = Sequence[tuple[str, int]]
 """The adapter of each of the layout's groups of rows, and how many rows it has. Empty: no role has one of its own."""
 
@@ -68,6 +73,7 @@ class ModuleDecoder:
     def _hidden(self, ids: Tensor, positions: Tensor, layout: CacheLayout, speakers: Speakers) -> Tensor:
         if not self._loaded.adapters or isinstance(layout, CausalLayout):
             return self._loaded.hidden_states(ids, positions, layout)
+        assert not isinstance(layout, GpuRowLayout)
         # The modules hold one adapter at a time.
         outs, row = [], 0
         for adapter, members in groupby(speakers, key=itemgetter(0)):
@@ -109,6 +115,13 @@ class _Linear:
                 row += rows
         return out
 
+    def assign(self, other: _Linear) -> None:
+        """Take the numbers of another one of this form, and stay where it is."""
+        for mine, theirs in ((self.weight, other.weight), (self.bias, other.bias)):
+            if mine is not None and theirs is not None and mine.data_ptr() != theirs.data_ptr():
+                mine.copy_(theirs)
+        self._updates = other._updates
+
 
 def _join_updates(layers: Sequence[nn.Module], adapter: str) -> tuple[Tensor, Tensor] | None:
     """An adapter's low-rank update of joined layers: down (R, in), up (out, R) with the scale in it."""
@@ -141,6 +154,11 @@ class _Layer:
         if hasattr(attention, "q_norm"):
             self.norms = (attention.q_norm.weight.detach(), attention.k_norm.weight.detach())
         self.scaling = attention.scaling
+
+    def assign(self, other: _Layer) -> None:
+        """See `_Linear.assign`. Norms are the model's own, so they are as they should be."""
+        for name in ("qkv", "out", "gate_up", "down"):
+            getattr(self, name).assign(getattr(other, name))
 
 
 def rotary_table(loaded: LoadedModel) -> tuple[Tensor, Tensor]:
@@ -203,6 +221,7 @@ class FusedDecoder:
 
     def hidden(self, ids: Tensor, positions: Tensor, layout: CacheLayout, speakers: Speakers = ()) -> Tensor:
         """(B, N) token ids and absolute positions to (B, N, D)."""
+        assert not isinstance(layout, GpuRowLayout)
         b, n = ids.shape
         heads, kv, d = self._heads, self._kv_heads, self._head_dim
         x = F.embedding(ids, self._embedding)
@@ -236,7 +255,7 @@ class NativeDecoder(FusedDecoder):
 
     def hidden(self, ids: Tensor, positions: Tensor, layout: CacheLayout, speakers: Speakers = ()) -> Tensor:
         """(B, 1) token ids and absolute positions to (B, 1, D)."""
-        assert isinstance(layout, RowLayout)
+        assert isinstance(layout, RowLayout | GpuRowLayout)
         kernels, cache, at = layout.kernels, layout.cache, positions[:, 0].contiguous()
         # What the layers add up stays in float32, whatever the weights are.
         x = F.embedding(ids[:, 0], self._embedding).float()
@@ -251,6 +270,25 @@ class NativeDecoder(FusedDecoder):
             normed = kernels.add_norm(x, y, layer.norm_mid, self._eps)
             y = layer.down(kernels.gate_joined(layer.gate_up(normed, speakers)), speakers)
         return kernels.add_norm(x, y, self._norm, self._eps)[:, None]
+
+
+class GpuDecoder(NativeDecoder):
+    """The same on a GPU. Its weights stay where they are: recorded steps read them by address."""
+
+    def __init__(self, loaded: LoadedModel, products: Products, kernels: GpuKernels) -> None:
+        self.kernels = kernels
+        super().__init__(loaded, products)
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Read the weights again."""
+        if not hasattr(self, "_layers"):
+            super().refresh()
+            return
+        adapters, products = self._loaded.unmerged, self._layer_products()
+        for block, layer in zip(self._loaded.model.get_decoder().layers, self._layers, strict=True):
+            layer.assign(_Layer(block, adapters, products))
+        self._head.assign(_Linear([self._loaded.head], adapters, products))
 
 
 class WholeDecoder(NativeDecoder):
@@ -343,6 +381,17 @@ def kernels_for(loaded: LoadedModel, engine: EngineConfig) -> NativeKernels | No
     return native_kernels() if fits else None
 
 
+def gpu_kernels_for(loaded: LoadedModel, engine: EngineConfig) -> GpuKernels | None:
+    """Those for a GPU, where the model is on one and there is Triton."""
+    if not engine.fast_decoder or loaded.device.type != "cuda":
+        return None
+    try:
+        from agentscope_tuner.engine.gpu_kernels import GpuKernels
+    except ImportError:
+        return None
+    return GpuKernels()
+
+
 def has_fused_form(loaded: LoadedModel) -> bool:
     """Whether the model is of a family that hand-written passes know."""
     config = loaded.model.config
@@ -367,14 +416,17 @@ def choose_decoder(loaded: LoadedModel, rows: int, engine: EngineConfig) -> Deco
     # With every adapter, as they would sample; a model without any has one way to speak.
     speakers = loaded.adapters or ("",)
     expected = [_probe(modules, loaded, None, speaker) for speaker in speakers]
-    kinds: list[type[FusedDecoder]] = [FusedDecoder if kernels is None else NativeDecoder]
+    kinds: list[Callable[[LoadedModel, Products], FusedDecoder]] = [FusedDecoder if kernels is None else NativeDecoder]
     if kernels is not None and not loaded.unmerged and is_small(loaded):
         kinds.insert(0, WholeDecoder)
+    if (on_gpu := gpu_kernels_for(loaded, engine)) is not None:
+        kinds.insert(0, partial(GpuDecoder, kernels=on_gpu))
     for kind, products in product(kinds, products_for(loaded, rows, kernels)):
         try:
             candidate = kind(loaded, products)
             found = [_probe(candidate, loaded, kernels, speaker) for speaker in speakers]
-        except (AttributeError, RuntimeError):  # a layer is missing, or this PyTorch lacks the packed operators
+        # A layer is missing, this PyTorch lacks the packed operators, or Triton finds no compiler.
+        except (AttributeError, RuntimeError, OSError, subprocess.CalledProcessError):
             continue
         if all(agree(*logits, loaded.model.dtype) for logits in zip(found, expected, strict=True)):
             return candidate
@@ -393,12 +445,17 @@ def _probe(decoder: Decoder, loaded: LoadedModel, kernels: NativeKernels | None,
     probe = (torch.arange(2 * length, device=device) * 7919 % loaded.vocabulary).view(2, length)
     positions = torch.arange(length, device=device).expand(2, length)
     layout: CacheLayout = CausalLayout()
-    if kernels is not None:
-        cache = KVCache(cache_shape(loaded), 2, length, torch.empty(0, dtype=loaded.model.dtype), kernels)
+    if kernels is not None or isinstance(decoder, GpuDecoder):
+        cache = KVCache(
+            cache_shape(loaded), 2, length, torch.empty(0, dtype=loaded.model.dtype, device=device), kernels
+        )
         cache.reserve(length)
         probe, positions = probe.reshape(-1, 1), positions.reshape(-1, 1)
-        slots = torch.arange(2).repeat_interleave(length)
-        layout = RowLayout(cache, positions[:, 0].contiguous(), slots, torch.full_like(slots, -1))
+        own, slots = positions[:, 0].contiguous(), torch.arange(2, device=device).repeat_interleave(length)
+        if isinstance(decoder, GpuDecoder):
+            layout = GpuRowLayout(cache, decoder.kernels, own, slots)
+        else:
+            layout = RowLayout(cache, own, slots, torch.full_like(slots, -1))
     with loaded.speaking_as(speaker):
         hidden = decoder.hidden(probe, positions, layout, [(speaker, len(probe))])
     return decoder.logits(hidden.reshape(2 * length, -1))

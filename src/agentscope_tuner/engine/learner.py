@@ -21,12 +21,11 @@ from agentscope_tuner.algorithms.distributions import temper, truncate
 from agentscope_tuner.algorithms.losses import entropy, k3_divergence, policy_loss
 from agentscope_tuner.algorithms.packing import PackedTree, pack
 from agentscope_tuner.config import AlgorithmConfig, EngineConfig
-from agentscope_tuner.engine.learner_kernels import LearnerKernels
 from agentscope_tuner.engine.memory import SPARE, PassTokens, pass_tokens
 from agentscope_tuner.engine.models import LoadedModel
 from agentscope_tuner.engine.optimizer import Optimizer
 from agentscope_tuner.engine.products import onednn_products
-from agentscope_tuner.engine.trainable import TreePass, choose, head_rows
+from agentscope_tuner.engine.trainable import PassKernels, TreePass, choose, head_rows
 from agentscope_tuner.errors import ParityError
 from agentscope_tuner.types import ModelCall
 
@@ -212,6 +211,8 @@ class Learner:
         lengths = torch.tensor([max(len(datum.call.completion_ids), _FEW) for datum in datums], device=device)
         parity = [self._parity(datum.call) for datum in datums]
         every_token = torch.tensor([strict for strict, _ in parity], device=device)
+        # They stay on the device until all is computed: to read one is to wait for it.
+        sums = torch.zeros(4, dtype=torch.float64, device=device)
         trained = Counter[str]()
         for datum in datums:
             trained[datum.call.adapter] += len(datum.call.completion_ids)
@@ -223,7 +224,7 @@ class Learner:
             with self._loaded.speaking_as(entries.adapter):
                 hidden = self._hidden(self._pass, tree, entries)
             leaf = hidden.detach().requires_grad_()
-            for rows in _chunks(len(entries.tokens), self._loaded.vocabulary):
+            for rows in _chunks(len(entries.tokens), self._loaded):
                 logprobs, entropies = token_logprobs(
                     self._pass.logits(leaf[rows]), entries.tokens[rows].to(device), column, rows, self._pass.kernels,
                     entropy_gradient=algorithm.entropy_coef != 0,
@@ -248,10 +249,7 @@ class Learner:
                     strict = every_token[calls]
                     gaps.scatter_reduce_(0, calls, differences * strict, "amax")
                     gaps.index_add_(0, calls, differences / lengths[calls] * ~strict)
-                    metrics.loss += loss.item()
-                    metrics.kl_to_sampler += k3_divergence(old, logprobs).sum().item()
-                    metrics.clip_fraction += clipped.sum().item()
-                    metrics.entropy += spread.item()
+                    sums += torch.stack([loss, k3_divergence(old, logprobs).sum(), clipped.sum(), spread])
             hidden.backward(leaf.grad)
             metrics.tokens_trained += len(entries.tokens)
             metrics.tokens_packed += len(tree.ids)
@@ -259,9 +257,10 @@ class Learner:
                 on_tree(len(tree.ids))
         worst = int((gaps / torch.tensor([tolerance for _, tolerance in parity], device=device)).argmax())
         metrics.logprob_gap, metrics.gap_datum = gaps[worst].item(), worst
-        metrics.kl_to_sampler /= metrics.tokens_trained
-        metrics.clip_fraction /= metrics.tokens_trained
-        metrics.entropy /= metrics.tokens_trained
+        metrics.loss, *others = sums.tolist()
+        metrics.kl_to_sampler, metrics.clip_fraction, metrics.entropy = (
+            other / metrics.tokens_trained for other in others
+        )
         return metrics
 
     @property
@@ -294,7 +293,7 @@ class Learner:
             tokens = entries.tokens.to(device)
             found = [
                 token_logprobs(tree_pass.logits(hidden[rows]), tokens[rows], column, rows, tree_pass.kernels)[0].cpu()
-                for rows in _chunks(len(tokens), loaded.vocabulary)
+                for rows in _chunks(len(tokens), loaded)
             ]
             start = 0
             values = torch.cat(found)
@@ -360,6 +359,7 @@ class _Columns:
             temperature=self._temperature[call].to(device),
             top_k=self._top_k[call].to(device),
             top_p=self._top_p[call].to(device),
+            truncated=(self._top_k[call] > 0) | (self._top_p[call] < 1),
         )
 
 
@@ -373,6 +373,8 @@ class _EntryColumns:
     temperature: Tensor
     top_k: Tensor
     top_p: Tensor
+    truncated: Tensor
+    """Whether some tokens were excluded; on the CPU."""
 
 
 def token_logprobs(
@@ -380,7 +382,7 @@ def token_logprobs(
     tokens: Tensor,
     column: _EntryColumns,
     rows: slice,
-    kernels: LearnerKernels | None,
+    kernels: PassKernels | None,
     *,
     entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
@@ -395,7 +397,7 @@ def token_logprobs(
         entropy_gradient: whether entropies are differentiable in any case.
     """
     temperature, top_k, top_p = column.temperature[rows], column.top_k[rows], column.top_p[rows]
-    truncated = bool((top_k > 0).any() or (top_p < 1).any())
+    truncated = bool(column.truncated[rows].any())
     if kernels is not None and not truncated:
         return choose(logits, tokens, temperature, kernels)
     logits = temper(logits.float(), temperature)
@@ -407,7 +409,7 @@ def token_logprobs(
     return chosen - torch.logsumexp(logits, -1), entropies
 
 
-def _chunks(n: int, vocabulary: int) -> Iterator[slice]:
-    size = head_rows(vocabulary)
+def _chunks(n: int, loaded: LoadedModel) -> Iterator[slice]:
+    size = head_rows(loaded)
     for start in range(0, n, size):
         yield slice(start, min(n, start + size))

@@ -76,7 +76,7 @@ def estimate(tree_pass: TreePass) -> StepMemory:
         master = _MASTER_BYTES if parameter.dtype != torch.float32 else 0
         fixed += parameter.numel() * (parameter.element_size() + _MOMENTS_BYTES + master)
     per_row = _LOGIT_COPIES * 4 * loaded.vocabulary
-    return StepMemory(fixed, _ALLOCATED * per_token, _ALLOCATED * per_row, head_rows(loaded.vocabulary))
+    return StepMemory(fixed, _ALLOCATED * per_token, _ALLOCATED * per_row, head_rows(loaded))
 
 
 def _kept(tree_pass: TreePass, tokens: int) -> int:

@@ -22,6 +22,7 @@ from agentscope_tuner.algorithms.distributions import draw_tokens
 from agentscope_tuner.config import EngineConfig
 from agentscope_tuner.engine.attention import (
     MOST_PADDING,
+    GpuRowLayout,
     KVCache,
     PrefixStack,
     RowLayout,
@@ -30,9 +31,10 @@ from agentscope_tuner.engine.attention import (
     SlotRows,
 )
 from agentscope_tuner.engine.completions import Drawing, Lines, Work, count_up
-from agentscope_tuner.engine.decoder import Decoder, WholeDecoder, cache_shape, choose_decoder, kernels_for
+from agentscope_tuner.engine.decoder import Decoder, GpuDecoder, WholeDecoder, cache_shape, choose_decoder, kernels_for
 from agentscope_tuner.engine.models import LoadedModel
 from agentscope_tuner.engine.native import Job, Outcome
+from agentscope_tuner.engine.recorded_steps import RecordedSteps
 from agentscope_tuner.engine.slots import Lineup, Slot, Trunk
 from agentscope_tuner.errors import ConfigError
 
@@ -47,6 +49,8 @@ _STACK_NUMBERS = 2**19
 """Numbers of keys per layer up to which trunks are put side by side; with longer ones, products are large anyway."""
 _SLOTS_SHARE = 7 / 8
 """Of the cache; the rest is for what sequences share."""
+STEPS, _GPU_STEPS = 8, 16
+"""So many steps may be taken at once, where nobody can come or go in between."""
 _BESIDE_DECODING = 512
 """Prompt tokens computed in a step in which others draw, so that it does not hold them up for long."""
 
@@ -85,6 +89,21 @@ def _attended_together(slots: Iterable[Slot], most_tokens: int) -> list[list[Slo
         ):
             groups = [shared]
     return groups if plain is None else [plain, *groups]
+
+
+def _tiles(counts: np.ndarray, most: int) -> np.ndarray:
+    """First row and number of rows (T, 2) of pieces of at most so many, of counts (S,) of rows one after the other."""
+    pieces = -(-counts // most)
+    within = count_up(pieces) * most
+    tiles: np.ndarray = np.stack(
+        [np.repeat(counts.cumsum() - counts, pieces) + within, np.minimum(np.repeat(counts, pieces) - within, most)], 1
+    )
+    return tiles
+
+
+def _arrays(drawn: tuple[Tensor, Tensor]) -> tuple[np.ndarray, np.ndarray]:
+    tokens, logprobs = drawn
+    return tokens.numpy(force=True), logprobs.numpy(force=True)
 
 
 def _places(trunks: Sequence[Trunk], layers: int) -> Tensor:
@@ -128,20 +147,30 @@ class ModelRunner:
         """What ran last, where rows are padded."""
         self._trunks: tuple[Trunk, ...] = ()
         self._trunk_places = _places((), shape[0])
-        self.flat = kernels is not None
+        self._on_gpu = self.decoder.kernels if isinstance(self.decoder, GpuDecoder) else None
+        self._steps: RecordedSteps | None = None
+        if isinstance(self.decoder, GpuDecoder):
+            self.cache.reserve(self.cache.limit)
+            if not loaded.unmerged:  # where adapters differ, so do the rows that each has
+                self._steps = RecordedSteps(self.decoder, self.cache, _GPU_STEPS)
+        self.flat = kernels is not None or self._on_gpu is not None
         """Every token is a row of its own, and nothing is padded: compiled attention reads the keys and values of a
         sequence once for all of its rows."""
 
     def worth_a_trunk(self, sequences: int, tokens: int) -> bool:
         """Whether so many sequences should share their first tokens in place, rather than by a copy for each."""
-        return self.flat or sequences * tokens * self.cache.token_size >= _TRUNK_NUMBERS
+        if self.flat:
+            return self._on_gpu is None  # there, every slot has its own
+        return sequences * tokens * self.cache.token_size >= _TRUNK_NUMBERS
 
     def plan(self, prefilling: Sequence[Slot], *, beside: int = 0) -> dict[Slot, int]:
         """Which slots' missing tokens to compute at once, and how many of each, beside so many that decode."""
         if not self.flat:
             return self._alike(prefilling)
         plan: dict[Slot, int] = {}
-        room = min(self._prefill_tokens, _BESIDE_DECODING) if beside else self._prefill_tokens
+        # A GPU computes a whole prompt in the time that a step takes there, when its kernels are launched one by one.
+        cut = beside and self._on_gpu is None
+        room = min(self._prefill_tokens, _BESIDE_DECODING) if cut else self._prefill_tokens
         for slot in prefilling:
             if room > 0:
                 plan[slot] = min(slot.missing, room)
@@ -171,14 +200,24 @@ class ModelRunner:
         return rows
 
     @property
+    def small(self) -> bool:
+        """Whether a model is so small that all of its layers are run in one call, on a processor."""
+        return isinstance(self.decoder, WholeDecoder)
+
+    @property
     def overlaps(self) -> bool:
         """Whether what was begun goes on while something else is done."""
-        return isinstance(self.decoder, WholeDecoder)
+        return self.small or self._on_gpu is not None
 
     @property
     def draws(self) -> bool:
         """Whether steps can be decoded and drawn in one call."""
         return isinstance(self.decoder, WholeDecoder) and self.decoder.draws
+
+    @property
+    def most_steps(self) -> int:
+        """How many steps can be taken at once, where nothing is prefilled."""
+        return 1 if self._steps is None else _GPU_STEPS
 
     def decode(self, lines: Lines, copies: Sequence[tuple[int, int, int]], trunks: Sequence[Trunk]) -> Job[Outcome]:
         """Begin with steps of decoding, in one call, and before with copies: from a slot to another, so many tokens.
@@ -201,10 +240,17 @@ class ModelRunner:
 
         What is returned finishes it, once, and draws what is wanted of it: tokens (R,) and log-probabilities (R,).
         """
-        if not isinstance(self.decoder, WholeDecoder):
-            return functools.cache(lambda: self._draw(self.hidden(work), drawing))
-        job = self.decoder.begin(*self._rows(work), torch.from_numpy(work.wanted_tokens))
-        return functools.cache(lambda: self._draw(job.finish(), drawing))
+        if self._steps is not None and work.only_decodes:
+            return functools.cache(self._steps.begin(work, drawing))
+        if isinstance(self.decoder, WholeDecoder):
+            ids, positions, layout = self._rows(work)
+            assert isinstance(layout, RowLayout)
+            job = self.decoder.begin(ids, positions, layout, torch.from_numpy(work.wanted_tokens))
+            return functools.cache(lambda: _arrays(self._draw(job.finish(), drawing)))
+        if self._on_gpu is not None:  # it computes what was launched by itself
+            drawn = self._draw(self.hidden(work), drawing)
+            return functools.cache(lambda: _arrays(drawn))
+        return functools.cache(lambda: _arrays(self._draw(self.hidden(work), drawing)))
 
     @torch.inference_mode()
     def hidden(self, work: Work) -> Tensor:
@@ -212,7 +258,7 @@ class ModelRunner:
         # Nothing is guessed without compiled kernels, so of padded rows only the last one can be wanted.
         return self._flat_rows(work) if self.flat else self._padded_rows(work)
 
-    def _rows(self, work: Work) -> tuple[Tensor, Tensor, RowLayout]:
+    def _rows(self, work: Work) -> tuple[Tensor, Tensor, RowLayout | GpuRowLayout]:
         """Ids (N,), positions (N,) and layout of a row for each token."""
         lineup, counts = work.lineup, work.counts
         self.cache.reserve(int((work.first + counts).max(initial=0)))
@@ -221,8 +267,15 @@ class ModelRunner:
             first, *rest = (np.repeat(row, counts) for row in rows)
             rows = (first + work.within, *rest)
         own, slots, trunk_of, begun = (torch.from_numpy(row) for row in rows)
+        ids = torch.from_numpy(work.ids)
+        if self._on_gpu is not None:
+            tiles = torch.from_numpy(
+                _tiles(counts, self._on_gpu.rows_together(self._heads, self.cache.keys[0].shape[1]))
+            )
+            ids, own, slots, tiles = (tensor.to(self._device) for tensor in (ids, own, slots, tiles))
+            return ids, own, GpuRowLayout(self.cache, self._on_gpu, own, slots, tiles)
         stack = self._stack(tuple(trunk.cache for trunk in lineup.trunks)) if lineup.trunks else None
-        return torch.from_numpy(work.ids), own + begun, RowLayout(self.cache, own, slots, trunk_of, stack)
+        return ids, own + begun, RowLayout(self.cache, own, slots, trunk_of, stack)
 
     def _flat_rows(self, work: Work) -> Tensor:
         """A row for each token: all keys and values are written before any are read."""
@@ -287,16 +340,14 @@ class ModelRunner:
         self._arranged = None
 
     @torch.inference_mode()
-    def _draw(self, hidden: Tensor, drawing: Drawing) -> tuple[np.ndarray, np.ndarray]:
+    def _draw(self, hidden: Tensor, drawing: Drawing) -> tuple[Tensor, Tensor]:
         """Tokens (R,) and log-probabilities (R,) that follow hidden states (R, D)."""
         if not len(hidden):
-            return np.zeros(0, np.int64), np.zeros(0, np.float32)
+            return torch.zeros(0, dtype=torch.int64), torch.zeros(0)
         logits = self.decoder.logits(hidden)
         by = drawing.temperature, drawing.top_k, drawing.top_p, drawing.uniform
         temperature, top_k, top_p, uniform = map(torch.from_numpy, by)
-        if self.cache.kernels is not None and not drawing.truncates:
-            drawn = self.cache.kernels.draw(logits, temperature, uniform)
-        else:
-            drawn = draw_tokens(logits.float(), temperature, top_k, top_p, uniform)
-        tokens, logprobs = (tensor.numpy(force=True) for tensor in drawn)
-        return tokens, logprobs
+        kernels = self.cache.kernels or self._on_gpu
+        if kernels is not None and not drawing.truncates:
+            return kernels.draw(logits, temperature.to(self._device), uniform.to(self._device))
+        return draw_tokens(logits.float(), temperature, top_k, top_p, uniform)

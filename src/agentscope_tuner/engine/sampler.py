@@ -25,7 +25,7 @@ from agentscope_tuner.config import EngineConfig
 from agentscope_tuner.engine.completions import Completions, Over, Request
 from agentscope_tuner.engine.decoder import ModuleDecoder
 from agentscope_tuner.engine.drafts import Drafts
-from agentscope_tuner.engine.model_runner import ModelRunner
+from agentscope_tuner.engine.model_runner import STEPS, ModelRunner
 from agentscope_tuner.engine.models import LoadedModel
 from agentscope_tuner.engine.slots import Head, Slot, Slots
 from agentscope_tuner.policy import Sample, SamplingParams, room_for_tokens
@@ -40,8 +40,6 @@ _PATIENCE_SLICE_S = 0.01
 _CROWD, _CROWD_SHARE = 32, 8
 """Once so many requests have come, or half as many while others act, a small model goes on with them, if they are this
 fraction (one over it) of the open episodes. So some act while others are computed, and not all at the same time."""
-_STEPS = 8
-"""So many steps of a small model are taken at once, where nobody can come or go in between."""
 _CHEAP_ROWS = 32
 """A step of so many rows takes little longer than one of a single row, which reads all weights as well. Further rows
 are paid for one by one, so nothing is gained by guesses there, even by those that hold."""
@@ -261,7 +259,7 @@ class Sampler:
     def _may_go_on(self) -> bool:
         """Whether to begin with those who have come, of many who are about to ask for something."""
         crowd = _CROWD // 2 if self._away else _CROWD
-        return self._runner.overlaps and self._arrived >= max(crowd, len(self._opened) / _CROWD_SHARE)
+        return self._runner.small and self._arrived >= max(crowd, len(self._opened) / _CROWD_SHARE)
 
     def _fail(self, exc: Exception) -> None:
         """Everybody who waits has to hear of an error."""
@@ -389,8 +387,7 @@ class Sampler:
 
     def _copy(self) -> None:
         """What new requests share."""
-        for source, target, tokens in self._copies:
-            self._runner.cache.copy(source, target, tokens)
+        self._runner.cache.copy(self._copies)
         self._copies.clear()
 
     def _drop(self, request: Request) -> None:
@@ -438,22 +435,24 @@ class Sampler:
             completions.guess(guesses)
         for request in complete:
             completions.add(request)
+        # Whoever acts now, or waits to share what these steps compute, takes part in those after them.
+        acting = len(self._away) + len(self._over)
+        awaited = acting or self._prefilling or self._may_admit
+        # Of many rows each is paid for, so nothing is lost where some are over before the call is.
+        few = max(1, min(STEPS, rows // _CHEAP_ROWS))
+        soon = max(few, min(STEPS, 1 + acting // _ACTING))
         if draws:
-            # Whoever acts now, or waits to share what these steps compute, takes part in those after them.
-            acting = len(self._away) + len(self._over)
-            awaited = acting or self._prefilling or self._may_admit
-            # Of many rows each is paid for, so nothing is lost where some are over before the call is.
-            few = max(1, min(_STEPS, rows // _CHEAP_ROWS))
-            steps = max(few, min(_STEPS, 1 + acting // _ACTING))
-            least = steps if acting >= _MANY_ACTING else few
-            lines = completions.lines(plan, guesses, least, steps if awaited else _STEPS)
+            least = soon if acting >= _MANY_ACTING else few
+            lines = completions.lines(plan, guesses, least, soon if awaited else STEPS)
             copies, self._copies = self._copies, []
             job = self._runner.decode(lines, copies, self._slots.trunks)
             return _Step(completions, plan, job.finish, lambda: completions.decoded(lines, job.finish()))
         # Where rows are padded, those that decode wait for those that prefill.
-        work = completions.work(plan, alone=bool(plan) and not self._runner.flat)
+        most = self._runner.most_steps
+        alone = bool(plan) and not self._runner.flat
+        work = completions.work(plan, alone=alone, steps=min(soon, most) if awaited else most)
         compute = self._runner.begin(work, completions.drawing(work))
-        rows = len(work.ids) - sum(plan.values())
+        rows = len(work.ids) * work.steps - sum(plan.values())
         return _Step(completions, plan, compute, lambda: (completions.accept(work, *compute()), rows))
 
     def _join(self) -> _Step | None:

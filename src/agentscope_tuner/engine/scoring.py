@@ -85,7 +85,7 @@ class Scorer:
         """The distribution after each place of one sequence, as blocks (n, V) of log-probabilities."""
         tree = pack([list(ids)], max_tokens=len(ids))[0]
         hidden = self._pass.hidden(tree)
-        for nodes in hidden.split(head_rows(self._loaded.vocabulary)):
+        for nodes in hidden.split(head_rows(self._loaded)):
             yield torch.log_softmax(self._pass.logits(nodes).float(), -1)
 
     def _pack(self, rows: Sequence[Row]) -> list[PackedTree]:
@@ -100,7 +100,7 @@ class Scorer:
         targets = torch.cat([torch.tensor(rows[member].targets) for member in tree.members])
         order = nodes.argsort()
         entries, nodes, targets = entries[order], nodes[order], targets[order]
-        size = head_rows(self._loaded.vocabulary)
+        size = head_rows(self._loaded)
         for start in range(0, len(tree.ids), size):
             low, high = torch.searchsorted(nodes, torch.tensor([start, start + size])).tolist()
             if low < high:

@@ -6,8 +6,9 @@ for their gradients: a sixth of the time of a small model's step. It is used onl
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -16,27 +17,40 @@ from torch.autograd.function import once_differentiable
 from agentscope_tuner.algorithms.packing import PackedTree, pack
 from agentscope_tuner.config import EngineConfig
 from agentscope_tuner.engine.attention import CausalLayout, Layout
-from agentscope_tuner.engine.decoder import has_fused_form, is_small, kernels_for, rotary_table
+from agentscope_tuner.engine.decoder import (
+    cache_shape,
+    gpu_kernels_for,
+    has_fused_form,
+    is_small,
+    kernels_for,
+    rotary_table,
+)
+from agentscope_tuner.engine.flex_layout import FlexLayout, flex_works
 from agentscope_tuner.engine.learner_kernels import Heads, LearnerKernels
 from agentscope_tuner.engine.models import LoadedModel
 from agentscope_tuner.engine.products import computes_wide, linears, onednn_is_exact
 from agentscope_tuner.engine.tree_attention import TreeLayout
 
+if TYPE_CHECKING:
+    from agentscope_tuner.engine.gpu_learner_kernels import GpuLearnerKernels
+
+PassKernels: TypeAlias = "LearnerKernels | GpuLearnerKernels"
 _TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 
 Forward = Callable[[Tensor, Tensor, Layout, Tensor | None], Tensor]
 """From token ids and absolute positions (1, N) to hidden states (1, N, D), or (1, n, D) of certain places (n,)."""
-_HEAD_ELEMENTS = 2**24
+_HEAD_ELEMENTS, _GPU_HEAD_ELEMENTS = 2**24, 2**28
 
 
-def head_rows(vocabulary: int) -> int:
+def head_rows(loaded: LoadedModel) -> int:
     """How many rows of logits are computed at once: the whole matrix of a batch would be larger than all the rest."""
-    return max(1, _HEAD_ELEMENTS // vocabulary)
+    elements = _HEAD_ELEMENTS if loaded.device.type == "cpu" else _GPU_HEAD_ELEMENTS
+    return max(1, elements // loaded.vocabulary)
 
 
 class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, kernels: LearnerKernels) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, kernels: PassKernels) -> Tensor:
         total, y, scale = kernels.rms_norm(x, None, weight, eps, dtype)
         ctx.save_for_backward(total, weight, scale)
         ctx.kernels = kernels
@@ -53,7 +67,7 @@ class _AddNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, change: Tensor, weight: Tensor, eps: float, kernels: LearnerKernels
+        ctx: Any, x: Tensor, change: Tensor, weight: Tensor, eps: float, kernels: PassKernels
     ) -> tuple[Tensor, Tensor]:
         total, y, scale = kernels.rms_norm(x, change, weight, eps, change.dtype)
         ctx.save_for_backward(total, weight, scale)
@@ -71,9 +85,7 @@ class _AddNorm(torch.autograd.Function):
 
 class _Rotate(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, cosines: Tensor, sines: Tensor, positions: Tensor, kernels: LearnerKernels
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, cosines: Tensor, sines: Tensor, positions: Tensor, kernels: PassKernels) -> Tensor:
         ctx.tables = (cosines, sines, positions)
         ctx.kernels = kernels
         rotated: Tensor = kernels.rotate(x, cosines, sines, positions)
@@ -87,7 +99,7 @@ class _Rotate(torch.autograd.Function):
 
 class _Gate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, kernels: LearnerKernels) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, kernels: PassKernels) -> Tensor:
         ctx.save_for_backward(gate, up)
         ctx.kernels = kernels
         gated: Tensor = kernels.swiglu(gate, up)
@@ -102,7 +114,7 @@ class _Gate(torch.autograd.Function):
 class _Choose(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, tokens: Tensor, temperatures: Tensor, kernels: LearnerKernels
+        ctx: Any, logits: Tensor, tokens: Tensor, temperatures: Tensor, kernels: PassKernels
     ) -> tuple[Tensor, Tensor]:
         logprobs, entropies, logsums = kernels.choose(logits, tokens, temperatures)
         ctx.save_for_backward(tokens, temperatures, entropies, logsums)
@@ -116,12 +128,14 @@ class _Choose(torch.autograd.Function):
         return ctx.kernels.choose_backward(*grads, logits, *ctx.saved_tensors), None, None, None
 
 
-def choose(logits: Tensor, tokens: Tensor, temperatures: Tensor, kernels: LearnerKernels) -> tuple[Tensor, Tensor]:
+def choose(logits: Tensor, tokens: Tensor, temperatures: Tensor, kernels: PassKernels) -> tuple[Tensor, Tensor]:
     """Log-probabilities (n,) of tokens (n,), and entropies (n,), by logits (n, V) at temperatures (n,); 0 counts as 1.
 
     Gradients are written where the logits were, so nothing else may need these.
     """
-    found: tuple[Tensor, Tensor] = _Choose.apply(logits.float().contiguous(), tokens, temperatures, kernels)  # type: ignore[no-untyped-call]
+    if logits.device.type == "cpu":
+        logits = logits.float()
+    found: tuple[Tensor, Tensor] = _Choose.apply(logits.contiguous(), tokens, temperatures, kernels)  # type: ignore[no-untyped-call]
     return found
 
 
@@ -129,20 +143,17 @@ class TrainableDecoder:
     """A hand-written forward pass with gradients, for the families that the fused decoder knows.
 
     All between the linear layers is in float32, whatever the weights are; what these read and return is in float32 too
-    where they compute in it, and otherwise in the type of the weights.
+    where they compute in it, and otherwise in the type of the weights. On a GPU so are the weights of norms, and what
+    is attended to: its units for products take no float32.
     """
 
-    def __init__(self, loaded: LoadedModel, kernels: LearnerKernels, *, wide: bool) -> None:
+    def __init__(self, loaded: LoadedModel, kernels: PassKernels, *, wide: bool) -> None:
         self._loaded = loaded
         self._kernels = kernels
         self._outer = torch.float32 if wide else loaded.model.dtype
+        self._inner = torch.float32 if loaded.device.type == "cpu" else loaded.model.dtype
         self._eps = loaded.model.config.rms_norm_eps
         self._cosines, self._sines = (table.float() for table in rotary_table(loaded))
-
-    @staticmethod
-    def suits(loaded: LoadedModel) -> bool:
-        """Whether it is made for a model of such a family, as far as can be told without a trial."""
-        return True
 
     def hidden_states(self, ids: Tensor, positions: Tensor, layout: Layout, rows: Tensor | None = None) -> Tensor:
         """(1, N) token ids and absolute positions to (1, N, D), or (1, n, D) of the places in `rows` (n,)."""
@@ -154,7 +165,7 @@ class TrainableDecoder:
             x, normed = self._add_norm(x, y, block.input_layernorm)
             q = self._heads(attention.q_proj(normed), attention, "q_norm", positions[0])
             k = self._heads(attention.k_proj(normed), attention, "k_norm", positions[0])
-            v = attention.v_proj(normed).float().unflatten(-1, (-1, attention.head_dim))
+            v = attention.v_proj(normed).to(self._inner).unflatten(-1, (-1, attention.head_dim))
             q, k, v = (heads.transpose(0, 1)[None] for heads in (q, k, v))
             attended = layout.attend(index, q, k, v, attention.scaling).flatten(2).squeeze(0)
             if index == len(base.layers) - 1:
@@ -168,17 +179,18 @@ class TrainableDecoder:
     def _add_norm(self, x: Tensor, y: Tensor | None, norm: Any) -> tuple[Tensor, Tensor]:
         if y is None:
             return x, self._norm(x, norm, self._outer)
-        both: tuple[Tensor, Tensor] = _AddNorm.apply(x, y, norm.weight.float(), self._eps, self._kernels)  # type: ignore[no-untyped-call]
+        weight = norm.weight.to(self._inner)
+        both: tuple[Tensor, Tensor] = _AddNorm.apply(x, y, weight, self._eps, self._kernels)  # type: ignore[no-untyped-call]
         return both
 
     def _norm(self, x: Tensor, norm: Any, dtype: torch.dtype) -> Tensor:
-        normed: Tensor = _Norm.apply(x, norm.weight.float(), self._eps, dtype, self._kernels)  # type: ignore[no-untyped-call]
+        normed: Tensor = _Norm.apply(x, norm.weight.to(self._inner), self._eps, dtype, self._kernels)  # type: ignore[no-untyped-call]
         return normed
 
     def _heads(self, x: Tensor, attention: Any, norm: str, positions: Tensor) -> Tensor:
-        heads = x.float().unflatten(-1, (-1, attention.head_dim))  # (N, H, d)
+        heads = x.to(self._inner).unflatten(-1, (-1, attention.head_dim))  # (N, H, d)
         if hasattr(attention, norm):
-            heads = self._norm(heads, getattr(attention, norm), torch.float32)
+            heads = self._norm(heads, getattr(attention, norm), self._inner)
         rotated: Tensor = _Rotate.apply(heads, self._cosines, self._sines, positions, self._kernels)  # type: ignore[no-untyped-call]
         return rotated
 
@@ -283,25 +295,40 @@ class _LayerOut(torch.autograd.Function):
         return *ctx.kernels.layer_out_backward(grads[0], *ctx.saved_tensors), None, None
 
 
+def _gpu_kernels_for(loaded: LoadedModel, engine: EngineConfig) -> GpuLearnerKernels | None:
+    """Those for a GPU, where the model is on one and there is Triton."""
+    if gpu_kernels_for(loaded, engine) is None:
+        return None
+    from agentscope_tuner.engine.gpu_learner_kernels import GpuLearnerKernels
+
+    return GpuLearnerKernels()
+
+
 class TreePass:
     """A model's forward pass over packed trees, gradients included."""
 
     def __init__(self, loaded: LoadedModel, engine: EngineConfig) -> None:
         self.loaded = loaded
-        self.kernels = kernels_for(loaded, engine)
+        compiled = kernels_for(loaded, engine)
+        self.kernels: PassKernels | None = compiled or _gpu_kernels_for(loaded, engine)
         self._wide = computes_wide(loaded)
         self.forward = choose_forward(loaded, self.kernels, wide=self._wide)
         # Compiled attention with gradients is for float32, which the modules compute in only if their weights are.
         modules = self.forward == loaded.hidden_states
-        self._attention = None if modules and loaded.model.dtype != torch.float32 else self.kernels
+        self._attention = None if modules and loaded.model.dtype != torch.float32 else compiled
+        self._flex = False
+        if loaded.device.type == "cuda" and engine.fast_decoder:
+            heads = loaded.model.config.get_text_config().num_attention_heads
+            self._flex = flex_works(heads, *cache_shape(loaded)[1:], loaded.model.dtype, loaded.device)
         onednn_is_exact()
 
     def hidden(self, tree: PackedTree, rows: Tensor | None = None) -> Tensor:
         """Hidden states (N, D) of a tree's N packed tokens, or (n, D) of some, `rows` (n,), in any order."""
         device = self.loaded.device
         ids, positions = (torch.tensor([values], device=device) for values in (tree.ids, tree.positions))
+        layout = FlexLayout(tree, device) if self._flex else TreeLayout(tree, device, self._attention)
         with linears(wide=self._wide):
-            return self.forward(ids, positions, TreeLayout(tree, device, self._attention), rows).squeeze(0)
+            return self.forward(ids, positions, layout, rows).squeeze(0)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(n, D) to (n, V)."""
@@ -310,7 +337,7 @@ class TreePass:
         return logits
 
 
-def choose_forward(loaded: LoadedModel, kernels: LearnerKernels | None, *, wide: bool = False) -> Forward:
+def choose_forward(loaded: LoadedModel, kernels: PassKernels | None, *, wide: bool = False) -> Forward:
     """The fastest forward pass that computes what the model's modules compute, gradients included.
 
     Args:
@@ -323,25 +350,30 @@ def choose_forward(loaded: LoadedModel, kernels: LearnerKernels | None, *, wide:
     length = min(12, loaded.max_model_len)
     # Not from token 0: it often pads, and the norm of its embedding, which is zero then, has no useful gradient.
     tree = pack([(torch.arange(1, length + 1) * 7919 % loaded.vocabulary).tolist()], max_tokens=length)[0]
-    probe, positions = torch.tensor([tree.ids]), torch.tensor([tree.positions])
+    probe, positions = (torch.tensor([values], device=loaded.device) for values in (tree.ids, tree.positions))
     learning = [*loaded.trainable_parameters().values()][:13]  # at most the embedding and the first layer
 
     def outcome(forward: Forward, layout: Layout) -> list[Tensor]:
         with torch.enable_grad():
             hidden = forward(probe, positions, layout, None)
-            toward = torch.linspace(-1, 1, hidden.numel()).view_as(hidden)
+            toward = torch.linspace(-1, 1, hidden.numel(), device=loaded.device).view_as(hidden)
             grads = torch.autograd.grad((hidden * toward).sum(), learning, allow_unused=True)
-        return [hidden.detach(), *(torch.zeros(()) if grad is None else grad for grad in grads)]
+        return [hidden.detach(), *(hidden.new_zeros(()) if grad is None else grad for grad in grads)]
 
     expected = outcome(loaded.hidden_states, CausalLayout())
-    for kind in (LayerDecoder, TrainableDecoder):
+    kinds: list[Callable[..., TrainableDecoder]] = [TrainableDecoder]
+    attention = None
+    if isinstance(kernels, LearnerKernels):
+        attention = kernels
+        if LayerDecoder.suits(loaded):
+            kinds.insert(0, LayerDecoder)
+    for kind in kinds:
         try:
-            if not kind.suits(loaded):
-                continue
             candidate = kind(loaded, kernels, wide=wide)
             with linears(wide=wide):
-                found = outcome(candidate.hidden_states, TreeLayout(tree, loaded.device, kernels))
-        except (AttributeError, RuntimeError):  # a layer is missing or has another form
+                found = outcome(candidate.hidden_states, TreeLayout(tree, loaded.device, attention))
+        # A layer is missing or has another form, or Triton finds no compiler.
+        except (AttributeError, RuntimeError, OSError, subprocess.CalledProcessError):
             continue
         if _agree(found, expected, loaded.model.dtype):
             return candidate.hidden_states
@@ -351,7 +383,7 @@ def choose_forward(loaded: LoadedModel, kernels: LearnerKernels | None, *, wide:
 def _agree(found: list[Tensor], expected: list[Tensor], dtype: torch.dtype) -> bool:
     if any(a.shape != b.shape for a, b in zip(found, expected, strict=True)):
         return False
-    norms = torch.tensor([[(a - b).norm(), b.norm()] for a, b in zip(found, expected, strict=True)])
+    norms = torch.tensor([[float((a - b).norm()), float(b.norm())] for a, b in zip(found, expected, strict=True)])
     if dtype == torch.bfloat16:
         # What the modules round away is most of some small gradients, so all gradients count together.
         norms = torch.stack([norms[0], norms[1:].norm(dim=0)])
