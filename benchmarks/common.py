@@ -9,6 +9,7 @@ both sides in the same round.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import inspect
 import json
@@ -93,6 +94,7 @@ def load(size: str, dtype: str, context: int, **engine: Any) -> tuple[LoadedMode
     # As the backend does: what is loaded stays, so collecting garbage need not look at it again.
     gc.collect()
     gc.freeze()
+    atexit.register(gc.unfreeze)
     return loaded, settings
 
 
@@ -148,6 +150,20 @@ def tokens_and_work(size: str, calls: Sequence[ModelCall]) -> tuple[int, int]:
     of_seen = layers * 2 * width  # the weight of a token that another one attends to, and what is summed up
     work = tokens * (before + (layers - 1) * after) + predicting * after
     return tokens, work + seen * of_seen + sampled * vocabulary * width
+
+
+def bytes_of_sampling(size: str, dtype: str, prompts: Sequence[Sequence[int]]) -> tuple[int, int]:
+    """What sampling moves at least: bytes of all weights, and of what is read for `NEW_TOKENS` of each prompt.
+
+    In each step all weights are read, and the keys and values of all tokens so far. Prompts are left out: many of their
+    tokens are computed at once.
+    """
+    vocabulary, width, inner, layers, heads, kv_heads = SIZES[size]
+    item = getattr(torch, dtype).itemsize
+    of_token = 2 * width * kv_heads // heads
+    weights = item * (vocabulary * width + layers * width * (2 * width + of_token + 3 * inner))
+    attended = sum(len(prompt) + step for prompt in prompts for step in range(NEW_TOKENS))
+    return weights, weights * NEW_TOKENS + item * layers * of_token * attended
 
 
 def relative_error(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> float:

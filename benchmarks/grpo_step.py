@@ -5,10 +5,10 @@ the whole batch, and AdamW's update. Both sides have the same prompts, token for
 full length. In bfloat16 ours has its weights in it, with a copy in float32 for the optimizer, and computes products in
 float32 where the processor is faster at that; TRL's has float32 weights that are rounded for products (autocast). It
 samples by transformers' `generate`. Its passes have 8 completions each, TRL's own default; with `--trl-pass 128` all
-are together, which takes it longer and far more memory. Rewards cost nothing. Each side has a process of its own, which
-waits between two steps; its peak memory is given less what it had with the libraries imported and nothing loaded.
-Before anything is timed, our gradient is compared with that of transformers' forward pass over every completion by
-itself.
+are together, which takes it longer and far more memory on a processor. Rewards cost nothing. Each side has a process of
+its own, which waits between two steps; its peak memory is given less what it had with the libraries imported and
+nothing loaded. On a GPU there are 32 prompts, and memory is the GPU's. Before anything is timed, our gradient is
+compared with that of transformers' forward pass over every completion by itself.
 """
 
 from __future__ import annotations
@@ -30,14 +30,18 @@ from common import (
     TASKS,
     Beside,
     begin_answering,
+    bytes_of_sampling,
     compare,
+    copy_rate,
     half_good,
     load,
     make_call,
+    matmul_rate,
     peak_memory,
     random_model,
     relative_error,
     text_prompts,
+    tokens_and_work,
     wait_for_device,
     write_results,
 )
@@ -97,9 +101,9 @@ def run_trl(size: str, dtype: str, steps: int, together: int, answer: Answer) ->
     settings = GRPOConfig(
         output_dir=tempfile.mkdtemp(), per_device_train_batch_size=together, num_generations=GROUP,
         gradient_accumulation_steps=TASKS * GROUP // together, steps_per_generation=TASKS * GROUP // together,
-        max_completion_length=NEW_TOKENS, temperature=1.0, max_steps=steps, report_to="none",
-        use_cpu=DEVICE.type == "cpu", save_strategy="no", learning_rate=1e-6, bf16=dtype == "bfloat16", gradient_checkpointing=False, beta=0.0,
-        generation_kwargs={"min_new_tokens": NEW_TOKENS}, disable_tqdm=True, dataloader_pin_memory=False,
+        max_completion_length=NEW_TOKENS, temperature=1.0, max_steps=steps, report_to="none", save_strategy="no",
+        use_cpu=DEVICE.type == "cpu", learning_rate=1e-6, bf16=dtype == "bfloat16", gradient_checkpointing=False,
+        generation_kwargs={"min_new_tokens": NEW_TOKENS}, disable_tqdm=True, dataloader_pin_memory=False, beta=0.0,
         shuffle_dataset=False, logging_strategy="no",
     )  # fmt: skip
     trainer = GRPOTrainer(
@@ -141,6 +145,24 @@ def gradient_error(size: str) -> float:
     return relative_error(found, {name: p.grad for name, p in reference.named_parameters()})
 
 
+def shares(size: str, dtype: str, seconds: float) -> dict[str, float]:
+    """Of the rates at which a GPU multiplies matrices and copies memory, what a step needs at least.
+
+    Everything is run once to sample and three times to learn, a shared beginning once each. Weights and what is
+    attended to are read to sample; of every parameter AdamW reads and writes a gradient, two moments and a weight in
+    float32, and writes one in bfloat16.
+    """
+    prompts = [ids for ids, _ in text_prompts() for _ in range(GROUP)]
+    calls = [make_call(ids, [i] * NEW_TOKENS, []) for i, ids in enumerate(prompts)]
+    flops = 2 * 4 * tokens_and_work(size, calls)[1]
+    weights, sampling = bytes_of_sampling(size, dtype, prompts)
+    moved = sampling + weights // getattr(torch, dtype).itemsize * (4 * 2 * 4 + 2)
+    return {
+        "share of the matmul rate": flops / seconds / 1e9 / matmul_rate(dtype),
+        "share of the copy rate": moved / seconds / 1e9 / copy_rate(),
+    }
+
+
 def start(side: str, size: str, dtype: str, steps: int, together: int) -> Beside:
     """A process with one side."""
     options = ("--only", side, "--size", size, "--dtype", dtype, "--steps", f"{steps}", "--trl-pass", f"{together}")
@@ -173,6 +195,7 @@ def measure(size: str, dtype: str, rounds: int, trl_pass: int = TRL_PASS) -> dic
         "ours, GB": memory["ours"],
         "TRL, GB": memory["TRL"],
         "gradient error": error,
+        **(shares(size, dtype, times.seconds("ours")) if DEVICE.type == "cuda" else {}),
         **times.counts,
     }
 

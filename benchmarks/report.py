@@ -89,8 +89,9 @@ def main() -> None:
         for one in measured:
             host = one["machine"]
             peaks = ", ".join(f"{rate} GFLOP/s in {dtype}" for dtype, rate in host["matmul_gflops"].items())
+            gpu = f"{host['gpu']}, which copies {host['copy_gb_s']} GB/s, and " if "gpu" in host else ""
             parts.append(
-                f"Measured on {host['threads']} threads of {host['processor']} with {host['instructions']}, "
+                f"Measured on {gpu}{host['threads']} threads of {host['processor']} with {host['instructions']}, "
                 f"{host['memory_gb']} GB, torch {host['torch']}; a large matrix product reaches {peaks}:\n"
             )
             parts.append(table(one["rows"]) + "\n")

@@ -11,6 +11,9 @@ that has it: a process beside this one, which waits while others are measured.
 after the other out of 512 (of L: 256), of 8 to 256 new tokens. Its speed is that until the last request is taken, since
 how fewer and fewer come to an end says nothing about a sampler; it is to be held against the static figure.
 
+On a GPU there are 32 prompts, so 256 episodes at once, and `eager` is PyTorch's own kernels launched one by one. The
+share of the copy rate is that of what has to be read: all weights and all keys and values in every step.
+
 Where the processor multiplies faster in float32, ours computes products of bfloat16 weights in it, and its share of the
 matmul rate is one of that.
 
@@ -22,7 +25,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
-import math
 import random
 import statistics
 import time
@@ -40,6 +42,7 @@ from common import (
     NEW_TOKENS,
     SIZES,
     Beside,
+    bytes_of_sampling,
     compare,
     copy_rate,
     generate,
@@ -51,8 +54,6 @@ from common import (
 )
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
-from agentscope_tuner.engine.decoder import cache_shape
-from agentscope_tuner.engine.models import LoadedModel
 from agentscope_tuner.engine.sampler import Sampler
 from agentscope_tuner.policy import Sample, SamplingParams
 
@@ -110,17 +111,6 @@ def generate_continuously(model: Any, prompts: list[list[int]]) -> None:
     batching = ContinuousBatchingConfig(return_logprobs=True)
     done = model.generate_batch(prompts, generation_config=drawing, continuous_batching_config=batching)
     assert all(len(output.generated_tokens) == NEW_TOKENS for output in done.values())
-
-
-def share_of_copies(loaded: LoadedModel, prompts: list[list[int]], seconds: float) -> float:
-    """Of the rate at which memory is copied, what is read at least: in each step all weights, and what rows attend to.
-
-    The prompts are left out, of which many tokens are computed at once.
-    """
-    weights = sum(parameter.nbytes for parameter in loaded.model.parameters())
-    token = 2 * math.prod(cache_shape(loaded)) * loaded.model.dtype.itemsize
-    attended = sum(len(prompt) + step for prompt in prompts for step in range(NEW_TOKENS))
-    return (weights * NEW_TOKENS + token * attended) / seconds / 1e9 / copy_rate()
 
 
 def start_vllm(python: str, size: str, dtype: str) -> Beside:
@@ -188,6 +178,9 @@ def measure(
     head = reference.get_output_embeddings().weight.numel()
     flops = 2 * layers * (tokens + sum(map(len, random_prompts()))) + 2 * head * tokens
     rate = max(matmul_rate(one) for one in ("float32", dtype))
+    share_of_copies = None
+    if DEVICE.type == "cuda":
+        share_of_copies = bytes_of_sampling(size, dtype, prompts)[1] / seconds / 1e9 / copy_rate()
     return {
         "model": size,
         "dtype": dtype,
@@ -200,7 +193,7 @@ def measure(
         "ours / vLLM": against_vllm,
         "staggered / static": staggered / ours,
         "share of the matmul rate": flops / seconds / 1e9 / rate,
-        "share of the copy rate": share_of_copies(loaded, prompts, seconds) if DEVICE.type == "cuda" else None,
+        "share of the copy rate": share_of_copies,
         "largest error": error,
         **times.counts,
     }

@@ -11,6 +11,7 @@ from it.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import gc
 import threading
 import time
@@ -106,9 +107,13 @@ def start_engines(config: TunerConfig, cast: Cast | None = None) -> tuple[Engine
     adapters = [role for role, name in cast.adapters.items() if name] if cast is not None else []
     engine = Engine.start(config.model, config, adapters)
     helpers = {name: Engine.start(model, config).model for name, model in config.auxiliary_models.items()}
-    # What is loaded now stays; collecting garbage need not look at it again.
+    # What is loaded now stays; collecting garbage need not look at it again. What earlier runs left does not.
+    gc.unfreeze()
     gc.collect()
     gc.freeze()
+    # Some libraries complain of what is not taken apart in the end.
+    atexit.unregister(gc.unfreeze)
+    atexit.register(gc.unfreeze)
     return engine, helpers
 
 

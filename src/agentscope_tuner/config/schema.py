@@ -244,8 +244,8 @@ class EngineConfig(_Config):
     """Precision of weights and activations. Where the processor multiplies faster in float32, `bfloat16` is that of the
     weights and of the key-value cache only: products of many rows are computed in float32."""
     fast_decoder: bool = True
-    """Use the fused decoder for the families that have one, with compiled steps where the machine has a C++ compiler;
-    they are checked at start."""
+    """Use the fused decoder for the families that have one, with compiled steps where the machine has a C++ compiler or
+    a GPU; they are checked at start."""
     max_slots: int = Field(default=128, ge=1)
     """Sequences decoded, or kept for their next turn, at the same time."""
     kv_cache_gb: float = Field(default=4.0, gt=0.0)
@@ -254,7 +254,8 @@ class EngineConfig(_Config):
     """Prompt tokens computed at once."""
     draft_tokens: int = Field(default=16, ge=0)
     """Most tokens guessed ahead of a completion, from what was said before, and verified together. Takes fewer steps
-    and changes no token. 0: none. With many completions at once there are none either, nor without compiled steps."""
+    and changes no token. 0: none. With many completions at once there are none either, nor on a GPU, nor without
+    compiled steps."""
     micro_batch_tokens: int | None = Field(default=None, ge=16)
     """Tokens per forward and backward pass of the learner, beside those that a long beginning shared by several
     sequences has. None: on a CPU 4096 for a small model, whose layers have at most 4 MB each, and 1536 for others,

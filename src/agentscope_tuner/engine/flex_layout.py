@@ -6,7 +6,6 @@ ancestor of another if the other one was entered in between.
 
 from __future__ import annotations
 
-import subprocess
 from collections import defaultdict
 from functools import cache
 from typing import Any
@@ -108,8 +107,8 @@ def flex_works(heads: int, kv_heads: int, size: int, dtype: torch.dtype, device:
 
     try:
         found = outcome(FlexLayout(tree, device))
-    # There is no such attention in this PyTorch, or no compiler here, or what it compiles does not run.
-    except (ImportError, NotImplementedError, RuntimeError, OSError, subprocess.CalledProcessError):
+    # There is no such attention in this PyTorch, or it cannot be compiled here, for any reason.
+    except Exception:
         return False
     expected = outcome(TreeLayout(tree, device))
     tolerance = 1e-4 if dtype == torch.float32 else 5e-2

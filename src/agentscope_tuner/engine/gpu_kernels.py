@@ -9,7 +9,11 @@ Shapes: N rows, D width, H query heads, K key-value heads, G = H // K, d head si
 
 from __future__ import annotations
 
+import os
 from typing import Any
+
+# Triton 3.9 tells everybody who has not chosen that the default will change.
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 import torch
 import triton
@@ -66,9 +70,12 @@ def _split_heads(
     is_query, is_value = head < HEADS, head >= HEADS + KV
     if NORMED:
         scale = 1 / tl.sqrt(tl.sum(low * low + high * high, 1) / SIZE + eps)[:, None]
-        norm = tl.where(is_query, norm_q, norm_k) + at
-        low = tl.where(is_value, low, low * scale * tl.load(norm, inside, 0.0).to(tl.float32))
-        high = tl.where(is_value, high, high * scale * tl.load(norm + SIZE // 2, inside, 0.0).to(tl.float32))
+        of_query, of_key = norm_q + at, norm_k + at
+        by_low = tl.where(is_query, tl.load(of_query, at < SIZE // 2, 0.0), tl.load(of_key, at < SIZE // 2, 0.0))
+        of_query, of_key = of_query + SIZE // 2, of_key + SIZE // 2
+        by_high = tl.where(is_query, tl.load(of_query, at < SIZE // 2, 0.0), tl.load(of_key, at < SIZE // 2, 0.0))
+        low = tl.where(is_value, low, low * scale * by_low.to(tl.float32))
+        high = tl.where(is_value, high, high * scale * by_high.to(tl.float32))
     angle = tl.load(positions + row) * SIZE + at
     cosine = tl.where(is_value, 1.0, tl.load(cosines + angle, at < SIZE // 2, 0.0))
     sine = tl.where(is_value, 0.0, tl.load(sines + angle, at < SIZE // 2, 0.0))
