@@ -33,9 +33,10 @@ from agentscope_tuner.algorithms.losses import policy_loss
 from agentscope_tuner.algorithms.packing import pack
 from agentscope_tuner.config import AlgorithmConfig, EngineConfig, LoraConfig, TunerModelConfig
 from agentscope_tuner.engine import completions, decoder, model_runner, products
-from agentscope_tuner.engine.attention import KVCache, PrefixStack, SlotGroup, SlotLayout, SlotRows
+from agentscope_tuner.engine.attention import SlotGroup, SlotLayout, SlotRows
 from agentscope_tuner.engine.completions import _Streams
 from agentscope_tuner.engine.decoder import FusedDecoder, ModuleDecoder, NativeDecoder, WholeDecoder, rms_norm
+from agentscope_tuner.engine.kv_cache import KVCache, PrefixStack
 from agentscope_tuner.engine.learner import Learner
 from agentscope_tuner.engine.models import layer_weight, load_model
 from agentscope_tuner.engine.native import NativeKernels

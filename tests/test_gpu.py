@@ -26,12 +26,12 @@ from agentscope_tuner.algorithms.distributions import draw_tokens
 from agentscope_tuner.algorithms.packing import pack
 from agentscope_tuner.config import AlgorithmConfig, EngineConfig
 from agentscope_tuner.engine import decoder, flex_layout, gpu_kernels, gpu_learner_kernels, trainable
-from agentscope_tuner.engine.attention import KVCache
 from agentscope_tuner.engine.completions import Drawing, Work
 from agentscope_tuner.engine.decoder import GpuDecoder
 from agentscope_tuner.engine.flex_layout import FlexLayout, visits
 from agentscope_tuner.engine.gpu_kernels import GpuKernels
 from agentscope_tuner.engine.gpu_learner_kernels import GpuLearnerKernels
+from agentscope_tuner.engine.kv_cache import KVCache
 from agentscope_tuner.engine.learner import Learner
 from agentscope_tuner.engine.model_runner import _tiles
 from agentscope_tuner.engine.models import LoadedModel

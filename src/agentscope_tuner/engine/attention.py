@@ -1,8 +1,9 @@
-"""Attention over the two layouts this engine works with, plugged into transformers' own modules.
+"""Attention over the layouts this engine works with, plugged into transformers' own modules.
 
-A *layout* says which keys each query sees. The sampler's (`SlotLayout`, and `RowLayout` where there are compiled
-kernels) read and extend a key-value cache; the learner's (`tree_attention.TreeLayout`) attends along the branches of a
-prefix tree. All fold the query heads that share a key-value head into the rows, so keys and values are never repeated.
+A *layout* says which keys each query sees. The sampler's (`SlotLayout`, and where there are compiled kernels
+`RowLayout`, or `GpuRowLayout`) read and extend a key-value cache; the learner's (`tree_attention.TreeLayout`, on a GPU
+`flex_layout.FlexLayout`) attend along the branches of a prefix tree. All fold the query heads that share a key-value
+head into the rows, so keys and values are never repeated.
 
 Shapes: B batch, H query heads, K key-value heads, G = H // K, N new tokens, T cached tokens, P shared-prefix tokens,
 d head size.
@@ -11,8 +12,7 @@ d head size.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -20,7 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from agentscope_tuner.engine.native import TILE, NativeKernels
+from agentscope_tuner.engine.kv_cache import KVCache, PrefixStack
+from agentscope_tuner.engine.native import TILE
 from agentscope_tuner.errors import ModelError
 
 if TYPE_CHECKING:
@@ -90,118 +91,6 @@ class CausalLayout:
         scores = scores + causal_mask(n, scores)
         p = softmax(scores, v).view(b, kv, h // kv * n, n)
         return (p @ v).view(b, h, n, d).transpose(1, 2)
-
-
-class KVCache:
-    """Keys and values of `slots` sequences, and of prefixes (trunks) that many of them share.
-
-    A slot's sequence is its trunk followed by its own tokens; only the latter are stored in the slot. Values are
-    (slots, K, capacity, d), and so are keys; but compiled kernels read these in tiles, see `native.to_tiles`, and in
-    bfloat16 both in pairs, see `native.to_pairs`.
-    """
-
-    def __init__(
-        self,
-        shape: tuple[int, int, int],
-        slots: int,
-        limit: int,
-        like: Tensor,
-        kernels: NativeKernels | None = None,
-    ) -> None:
-        """An empty one for a model of `shape`: layers, key-value heads, numbers per head. Tensors are as `like` is."""
-        layers, self._kv_heads, self._head_dim = shape
-        self.slots = slots
-        self.kernels = kernels
-        self.limit = limit
-        """Most own tokens a slot may ever hold."""
-        self.paired = kernels is not None and like.dtype == torch.bfloat16
-        """Whether keys and values lie in pairs."""
-        self.capacity = 0
-        self.token_size = self._kv_heads * self._head_dim
-        """Numbers per token, in the keys as in the values of one layer."""
-        self._like = like
-        self.keys = [self._empty(self._key_extents(0)) for _ in range(layers)]
-        self.values = [self._empty((0, self._head_dim)) for _ in range(layers)]
-        self._places = self._addresses()
-
-    def _empty(self, extents: tuple[int, ...]) -> Tensor:
-        return self._like.new_empty(self.slots, self._kv_heads, *extents)
-
-    def _key_extents(self, tokens: int) -> tuple[int, ...]:
-        """Of so many keys of a head: tokens and numbers, or tiles of them."""
-        return (tokens, self._head_dim) if self.kernels is None else (-(-tokens // TILE), self._head_dim, TILE)
-
-    def _grown(self, tensor: Tensor, extents: tuple[int, ...]) -> Tensor:
-        grown = self._empty(extents)
-        grown[:, :, : tensor.shape[2]] = tensor
-        # Padding reaches keys that were never written; they are masked, but must be finite.
-        grown[:, :, tensor.shape[2] :] = 0
-        return grown
-
-    def _addresses(self) -> Tensor:
-        return torch.tensor([tensor.data_ptr() for tensor in (*self.keys, *self.values)])
-
-    def reserve(self, tokens: int) -> None:
-        """Make room for `tokens` own tokens in every slot."""
-        if tokens <= self.capacity:
-            return
-        capacity = min(-(-self.limit // TILE) * TILE, max(tokens + 63 & ~63, self.capacity * 3 // 2 & ~(TILE - 1)))
-        for layer, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
-            self.keys[layer] = self._grown(keys, self._key_extents(capacity))
-            self.values[layer] = self._grown(values, (capacity, self._head_dim))
-        self.capacity = capacity
-        self._places = self._addresses()
-
-    @torch.inference_mode()  # as what wrote it
-    def copy(self, copies: Sequence[tuple[int, int, int]]) -> None:
-        """Copy the first own tokens of slots to others, in this order: from one, to another, so many."""
-        if self.kernels is not None:
-            for source, target, tokens in copies:
-                self.kernels.copy_slot(self._places, self.values[0], source, target, tokens)
-            return
-        for sources, targets, tokens in _at_once(copies):
-            # On the device once, and not anew for every tensor.
-            origin, target = torch.tensor([sources, targets], device=self._like.device)
-            for tensor in (*self.keys, *self.values):
-                tensor[target, :, :tokens] = tensor[origin, :, :tokens]
-
-    def take(self, slot: int, tokens: int) -> Prefix:
-        """A copy of a slot's first own tokens."""
-        key_rows = self._key_extents(tokens)[0]
-        value_rows = tokens + tokens % 2 if self.paired else tokens
-        layers = [
-            (keys[slot, :, :key_rows].clone(), values[slot, :, :value_rows].clone())
-            for keys, values in zip(self.keys, self.values, strict=True)
-        ]
-        return Prefix(layers, tokens)
-
-
-def _at_once(copies: Sequence[tuple[int, int, int]]) -> Iterator[tuple[list[int], list[int], int]]:
-    """Sources, targets and most tokens of copies that do not depend on one another; the others come after them."""
-    sources: list[int] = []
-    targets: list[int] = []
-    most, touched, written = 0, set[int](), set[int]()
-    for source, target, tokens in copies:
-        if source in written or target in touched:
-            yield sources, targets, most
-            sources, targets, most, touched, written = [], [], 0, set(), set()
-        touched |= {source, target}
-        written.add(target)
-        sources.append(source)
-        targets.append(target)
-        most = max(most, tokens)
-    if sources:
-        yield sources, targets, most
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Prefix:
-    """Keys and values of P tokens that sequences begin with, apart from the cache."""
-
-    layers: list[tuple[Tensor, Tensor]]
-    """Keys and values as the cache keeps them; values are (K, P, d), in pairs with an even P."""
-    tokens: int
-    """P."""
 
 
 class RowLayout:
@@ -278,46 +167,6 @@ class GpuRowLayout:
         """Map scaled q (B, H, d) to outputs (B, H, d); keys and values are there."""
         cache = self.cache
         return self.kernels.attend(q, cache.keys[layer], cache.values[layer], self.slots, self.own, self._tiles)
-
-
-class PrefixStack:
-    """S prefixes together."""
-
-    def __init__(self, prefixes: Sequence[Prefix]) -> None:
-        self.prefixes = prefixes
-
-    @cached_property
-    def lengths(self) -> np.ndarray:
-        """Tokens of each (S,)."""
-        return np.array([prefix.tokens for prefix in self.prefixes])
-
-    @cached_property
-    def places(self) -> Tensor:
-        """Where they are, for compiled kernels: (layers, S, 3) addresses of keys and values, and how many tokens."""
-        return (
-            torch.tensor(
-                [
-                    [(keys.data_ptr(), values.data_ptr(), prefix.tokens) for keys, values in prefix.layers]
-                    for prefix in self.prefixes
-                ]
-            )
-            .transpose(0, 1)
-            .contiguous()
-        )
-
-    @cached_property
-    def layers(self) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values (S, K, P, d), padded to the longest."""
-        layers = zip(*(prefix.layers for prefix in self.prefixes), strict=True)
-        return [(_side_by_side([k for k, _ in layer]), _side_by_side([v for _, v in layer])) for layer in layers]
-
-
-def _side_by_side(tensors: Sequence[Tensor]) -> Tensor:
-    """(K, P, d) each, of different P, to (S, K, P, d)."""
-    if len(tensors) == 1:
-        return tensors[0][None]
-    padded: Tensor = nn.utils.rnn.pad_sequence([tensor.transpose(0, 1) for tensor in tensors], batch_first=True)
-    return padded.transpose(1, 2).contiguous()  # or every product would make it so
 
 
 class SharedPrefixes:

@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from agentscope_tuner.config import EngineConfig
-from agentscope_tuner.engine.attention import CausalLayout, GpuRowLayout, KVCache, RowLayout, SlotLayout
+from agentscope_tuner.engine.attention import CausalLayout, GpuRowLayout, RowLayout, SlotLayout
+from agentscope_tuner.engine.kv_cache import KVCache
 from agentscope_tuner.engine.models import SHARED_ADAPTER, LoadedModel, agree, layer_weight, low_rank_update
 from agentscope_tuner.engine.native import Job, NativeKernels, SmallModel, weight_tiles
 from agentscope_tuner.engine.products import PlainProducts, Products, computes_wide, linears, products_for

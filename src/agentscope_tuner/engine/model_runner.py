@@ -23,8 +23,6 @@ from agentscope_tuner.config import EngineConfig
 from agentscope_tuner.engine.attention import (
     MOST_PADDING,
     GpuRowLayout,
-    KVCache,
-    PrefixStack,
     RowLayout,
     SlotGroup,
     SlotLayout,
@@ -32,6 +30,7 @@ from agentscope_tuner.engine.attention import (
 )
 from agentscope_tuner.engine.completions import Drawing, Lines, Work, count_up
 from agentscope_tuner.engine.decoder import Decoder, GpuDecoder, WholeDecoder, cache_shape, choose_decoder, kernels_for
+from agentscope_tuner.engine.kv_cache import KVCache, PrefixStack
 from agentscope_tuner.engine.models import LoadedModel
 from agentscope_tuner.engine.native import Job, Outcome
 from agentscope_tuner.engine.recorded_steps import RecordedSteps

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from agentscope_tuner.algorithms.distributions import temper, truncate
-from agentscope_tuner.engine.attention import GpuRowLayout, KVCache
+from agentscope_tuner.engine.attention import GpuRowLayout
 from agentscope_tuner.engine.completions import Drawing, Work
 from agentscope_tuner.engine.decoder import GpuDecoder
+from agentscope_tuner.engine.kv_cache import KVCache
 
 _ROUNDED = 64
 """Rows are rounded up to a power of two, from here on to a multiple of this: steps are recorded for few numbers."""
@@ -111,8 +112,8 @@ class RecordedSteps:
         self._drawn[:, :rows].index_copy_(0, self._step, drawn[None])
         self._logprobs[:, :rows].index_copy_(0, self._step, logprobs[None])
         tokens.copy_(drawn)
-        # Rows that are over go on until the last step; what they write at the end of their slots is not read.
-        own.add_(1).clamp_(max=self._cache.capacity - 1)
+        # Rows that are over go on until the last step, but not beyond the context: its last place is never read.
+        own.add_(1).clamp_(max=self._cache.limit - 2)
         self._step.add_(1)
 
 

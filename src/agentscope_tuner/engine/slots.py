@@ -16,7 +16,7 @@ from operator import attrgetter
 import numpy as np
 
 from agentscope_tuner.algorithms.packing import common_prefix
-from agentscope_tuner.engine.attention import Prefix
+from agentscope_tuner.engine.kv_cache import Prefix
 
 _MAX_TRUNKS = 32
 _HEAD_TOKENS = 16
