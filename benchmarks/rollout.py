@@ -11,8 +11,8 @@ that has it: a process beside this one, which waits while others are measured.
 after the other out of 512 (of L: 256), of 8 to 256 new tokens. Its speed is that until the last request is taken, since
 how fewer and fewer come to an end says nothing about a sampler; it is to be held against the static figure.
 
-On a GPU there are 32 prompts, so 256 episodes at once, and `eager` is PyTorch's own kernels launched one by one. The
-share of the copy rate is that of what has to be read: all weights and all keys and values in every step.
+On a GPU there are 32 prompts, so 256 episodes at once (staggered: out of 512), and `eager` launches PyTorch's kernels
+one by one. The share of the copy rate is that of what has to be read: all weights, keys and values in every step.
 
 Where the processor multiplies faster in float32, ours computes products of bfloat16 weights in it, and its share of the
 matmul rate is one of that.
