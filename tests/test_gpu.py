@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from agentscope_tuner.algorithms import Datum
 from agentscope_tuner.algorithms.distributions import draw_tokens
 from agentscope_tuner.algorithms.packing import pack
-from agentscope_tuner.config import AlgorithmConfig, EngineConfig
+from agentscope_tuner.config import AlgorithmConfig, EngineConfig, LoraConfig
 from agentscope_tuner.engine import decoder, flex_layout, gpu_kernels, gpu_learner_kernels, trainable
 from agentscope_tuner.engine.completions import Drawing, Work
 from agentscope_tuner.engine.decoder import GpuDecoder
@@ -34,7 +34,7 @@ from agentscope_tuner.engine.gpu_learner_kernels import GpuLearnerKernels
 from agentscope_tuner.engine.kv_cache import KVCache
 from agentscope_tuner.engine.learner import Learner
 from agentscope_tuner.engine.model_runner import _tiles
-from agentscope_tuner.engine.models import LoadedModel
+from agentscope_tuner.engine.models import SHARED_ADAPTER, LoadedModel
 from agentscope_tuner.engine.products import PlainProducts
 from agentscope_tuner.engine.tree_attention import TreeLayout
 from agentscope_tuner.engine.trial import native_kernels
@@ -295,6 +295,26 @@ def test_new_weights_are_read_where_the_old_ones_were(tiny_model_dir: Path, gpu:
             parameter.add_(0.3 * torch.randn_like(parameter))
     sampler.weights_changed(1)
     assert before == [x.weight.data_ptr() for x in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+    calls = play(loaded, sampler, episodes=1, turns=1, tokens=4, shared=5)
+    assert largest_gap(loaded, calls) < 1e-4
+
+
+def test_a_shared_adapter_is_read_where_it_was(
+    tiny_model_dir: Path, gpu: Callable[[bool], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in bfloat16, its update is not merged into the weights."""
+    monkeypatch.setattr(LoadedModel, "unmerged", property(lambda self: (SHARED_ADAPTER,)))
+    loaded = load(tiny_model_dir, max_model_len=64, lora=LoraConfig(rank=4))
+    sampler = start(loaded, max_slots=2)
+    updates = sampler._runner.decoder._layers[0].qkv._updates
+    before = [x.data_ptr() for update in updates.values() for x in update]
+    assert before and sampler._runner.most_steps > 1
+    greedy(sampler, [[5, 6, 7]], tokens=2)
+    with torch.no_grad():
+        for parameter in loaded.trainable_parameters().values():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    sampler.weights_changed(1)
+    assert before == [x.data_ptr() for update in updates.values() for x in update]
     calls = play(loaded, sampler, episodes=1, turns=1, tokens=4, shared=5)
     assert largest_gap(loaded, calls) < 1e-4
 

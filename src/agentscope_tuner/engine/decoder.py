@@ -116,11 +116,16 @@ class _Linear:
         return out
 
     def assign(self, other: _Linear) -> None:
-        """Take the numbers of another one of this form, and stay where it is."""
-        for mine, theirs in ((self.weight, other.weight), (self.bias, other.bias)):
+        """Take the numbers of another one of this form, and stay where it is; but not where adapters come or go."""
+        pairs = [(self.weight, other.weight), (self.bias, other.bias)]
+        if self._updates.keys() == other._updates.keys():
+            for name, update in self._updates.items():
+                pairs += zip(update, other._updates[name], strict=True)
+        else:
+            self._updates = other._updates
+        for mine, theirs in pairs:
             if mine is not None and theirs is not None and mine.data_ptr() != theirs.data_ptr():
                 mine.copy_(theirs)
-        self._updates = other._updates
 
 
 def _join_updates(layers: Sequence[nn.Module], adapter: str) -> tuple[Tensor, Tensor] | None:

@@ -150,7 +150,7 @@ class ModelRunner:
         self._steps: RecordedSteps | None = None
         if isinstance(self.decoder, GpuDecoder):
             self.cache.reserve(self.cache.limit)
-            if not loaded.unmerged:  # where adapters differ, so do the rows that each has
+            if not (loaded.adapters or loaded.versions):  # where these differ, so do the rows that each has
                 self._steps = RecordedSteps(self.decoder, self.cache, _GPU_STEPS)
         self.flat = kernels is not None or self._on_gpu is not None
         """Every token is a row of its own, and nothing is padded: compiled attention reads the keys and values of a

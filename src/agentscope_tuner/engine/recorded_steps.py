@@ -84,7 +84,8 @@ class RecordedSteps:
             self._run(rows, truncates)
 
         self._recorded[rows, truncates] = step
-        if self._device.type == "cuda":
+        # Where tokens are excluded, whole vocabularies are sorted: to launch kernels is the least of it.
+        if self._device.type == "cuda" and not truncates:
             kept = [state.clone() for state in (self._tokens, self._own, self._step)]
             step()  # kernels are compiled, and libraries prepared, while nothing is recorded
             for state, before in zip((self._tokens, self._own, self._step), kept, strict=True):
