@@ -424,14 +424,16 @@ def choose_decoder(loaded: LoadedModel, rows: int, engine: EngineConfig) -> Deco
     kinds: list[Callable[[LoadedModel, Products], FusedDecoder]] = [FusedDecoder if kernels is None else NativeDecoder]
     if kernels is not None and not loaded.unmerged and is_small(loaded):
         kinds.insert(0, WholeDecoder)
+    # A layer is missing, or this PyTorch lacks the packed operators.
+    unusable: tuple[type[Exception], ...] = (AttributeError, RuntimeError)
     if (on_gpu := gpu_kernels_for(loaded, engine)) is not None:
         kinds.insert(0, partial(GpuDecoder, kernels=on_gpu))
+        unusable = (Exception,)  # or Triton cannot compile here, for any reason
     for kind, products in product(kinds, products_for(loaded, rows, kernels)):
         try:
             candidate = kind(loaded, products)
             found = [_probe(candidate, loaded, kernels, speaker) for speaker in speakers]
-        # A layer is missing, this PyTorch lacks the packed operators, or Triton cannot compile here, for any reason.
-        except Exception:
+        except unusable:
             continue
         if all(agree(*logits, loaded.model.dtype) for logits in zip(found, expected, strict=True)):
             return candidate

@@ -232,20 +232,7 @@ class GpuKernels:
         scaling: float,
         eps: float,
     ) -> Tensor:
-        """Write keys and values of new tokens into the cache, and return their scaled queries (N, H, d).
-
-        Args:
-            joined: (N, (H + 2 K) d) queries, keys and values of each row.
-            norms: (d,) each, over the heads of queries and of keys, where the model has them.
-            table: cosines and sines (positions, d), float32.
-            positions: (N,) of the tokens in their sequences.
-            slots: (N,) in which slot each row's sequence lies, and
-            own: (N,) at which place of it the token.
-            keys: (slots, K, capacity, d).
-            values: alike.
-            scaling: of the queries.
-            eps: of the norms.
-        """
+        """As `NativeKernels.split_heads`, for keys and values (slots, K, capacity, d); returns queries (N, H, d)."""
         kv, capacity, size = keys.shape[1:]
         heads = joined.shape[1] // size - 2 * kv
         queries = joined.new_empty(len(joined), heads, size)

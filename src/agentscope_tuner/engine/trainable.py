@@ -362,8 +362,10 @@ def choose_forward(loaded: LoadedModel, kernels: PassKernels | None, *, wide: bo
     expected = outcome(loaded.hidden_states, CausalLayout())
     kinds: list[Callable[..., TrainableDecoder]] = [TrainableDecoder]
     attention = None
+    unusable: tuple[type[Exception], ...] = (Exception,)  # Triton cannot compile here, for any reason
     if isinstance(kernels, LearnerKernels):
         attention = kernels
+        unusable = (AttributeError, RuntimeError)  # a layer is missing or has another form
         if LayerDecoder.suits(loaded):
             kinds.insert(0, LayerDecoder)
     for kind in kinds:
@@ -371,8 +373,7 @@ def choose_forward(loaded: LoadedModel, kernels: PassKernels | None, *, wide: bo
             candidate = kind(loaded, kernels, wide=wide)
             with linears(wide=wide):
                 found = outcome(candidate.hidden_states, TreeLayout(tree, loaded.device, attention))
-        # A layer is missing or has another form, or Triton cannot compile here, for any reason.
-        except Exception:
+        except unusable:
             continue
         if _agree(found, expected, loaded.model.dtype):
             return candidate.hidden_states
