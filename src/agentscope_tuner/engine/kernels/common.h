@@ -79,6 +79,16 @@ struct Rows {
     Lanes lanes(int64_t row, int64_t j) const { return load((*this)[row] + j); }
     float at(int64_t row, int64_t j) const { return (*this)[row][j]; }
     Rows from(int64_t row) const { return {(*this)[row], stride}; }
+    void soon(int64_t, int64_t) const {}
+};
+
+// A tile (any, TILE) among others that are read one after the other.
+struct Tile {
+    const float* start;
+    Lanes lanes(int64_t row, int64_t j) const { return load(start + row * TILE + j); }
+    // Asks for what is needed some rows after this one, here or in the next tile: otherwise the first rows that are
+    // multiplied by a tile wait for it.
+    void soon(int64_t row, int64_t j) const { __builtin_prefetch(start + (row + 64) * TILE + j); }
 };
 
 // Writes the first `width` numbers of a row that was summed in registers, or as many as these hold.
@@ -117,8 +127,10 @@ void score_rows(const float* a, B tile, float* out, int64_t width, int64_t d, in
     constexpr int ABREAST = abreast(N);
     for (int64_t first = 0; first < width; first += ABREAST * LANES) {
         Lanes sums[N][ABREAST] = {};
-        for (int64_t j = 0; j < d; j++)
+        for (int64_t j = 0; j < d; j++) {
+            tile.soon(j, first);
             add_outer(sums, [&](int r) { return a[r * d + j]; }, [&](int p) { return tile.lanes(j, first + p * LANES); });
+        }
         for (int r = 0; r < N; r++) store_row(out + r * stride + first, sums[r], width - first);
     }
 }

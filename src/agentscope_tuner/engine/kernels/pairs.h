@@ -58,6 +58,7 @@ struct PairRows {
     }
     float at(int64_t row, int64_t j) const { return number(pairs(row)[2 * j + row % 2]); }
     PairRows from(int64_t row) const { return {pairs(row), stride}; }  // an even one
+    void soon(int64_t, int64_t) const {}
 };
 
 // The same rows as floats: of what is read more than once, this is faster.
