@@ -39,7 +39,7 @@ class LearnerKernels:
 
     def __init__(self, functions: Functions) -> None:
         take, of_each_type = functions.take, functions.of_each_type
-        self._tree_attend = take("tree_attend", 7, *[SIZE] * 4)
+        self._tree_attend = take("tree_attend", 7, *[SIZE] * 5)
         self._tree_attend_backward = take("tree_attend_backward", 11, *[SIZE] * 6)
         self._layer_in = take("layer_in", 14, *[SIZE] * 5, NUMBER, NUMBER)
         self._layer_in_backward = take("layer_in_backward", 21, *[SIZE] * 5, NUMBER, NUMBER)
@@ -68,7 +68,7 @@ class LearnerKernels:
         """
         q, k, v = flat(q, k, v)
         out, logsums = torch.empty_like(q), q.new_empty(q.shape[:2])
-        sizes = (len(stretches), k.shape[1], q.shape[1] // k.shape[1], q.shape[2])
+        sizes = (len(stretches), *k.shape[:2], q.shape[1] // k.shape[1], q.shape[2])
         self._tree_attend(*addresses(q, k, v, out, logsums, stretches, spans), *sizes)
         return out, logsums
 

@@ -8,12 +8,6 @@
 
 namespace {
 
-// out (m, n), rows of `stride` numbers, becomes a (m, d) times keys in tiles (any, d, TILE).
-void multiply_tiles(const float* a, const float* tiles, float* out, int64_t m, int64_t n, int64_t d, int64_t stride) {
-    for (int64_t first = 0; first < n; first += TILE)
-        score_tile<TOGETHER>(a, Tile{tiles + first * d}, out + first, m, std::min(TILE, n - first), d, stride);
-}
-
 // Adds weights (m, n), rows of `stride` numbers, times values (n, d) to out (m, d).
 void add_values(const float* weights, int64_t stride, const float* values, float* out, int64_t m, int64_t n,
                 int64_t d) {

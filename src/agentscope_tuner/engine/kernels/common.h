@@ -144,6 +144,12 @@ void score_tile(const float* a, B tile, float* out, int64_t m, int64_t width, in
         if (i < m) score_tile<N - 1>(a + i * d, tile, out + i * stride, m - i, width, d, stride);
 }
 
+// out (m, n), rows of `stride` numbers, becomes a (m, d) times keys in tiles (any, d, TILE).
+void multiply_tiles(const float* a, const float* tiles, float* out, int64_t m, int64_t n, int64_t d, int64_t stride) {
+    for (int64_t first = 0; first < n; first += TILE)
+        score_tile<TOGETHER>(a, Tile{tiles + first * d}, out + first, m, std::min(TILE, n - first), d, stride);
+}
+
 template <int N, class B>
 void add_rows(const float* weights, int64_t across, int64_t down, B b, float* out, int64_t out_stride, int64_t n,
               int64_t d) {

@@ -1,46 +1,37 @@
 // The learner's attention along a packed tree, and its steps between matrix products, with their gradients.
 
+#include <memory>
+
 #include "common.h"
 
 namespace {
 
-// out (m, n), rows of `stride` numbers, becomes a (m, d) times b (n, d), which is turned round tile by tile.
-void multiply(const float* a, Rows b, float* out, int64_t m, int64_t n, int64_t d, int64_t stride) {
-    thread_local std::vector<float> turned;
-    turned.resize(d * TILE);
-    for (int64_t first = 0; first < n; first += TILE) {
-        const int64_t width = std::min(TILE, n - first);
-        for (int64_t t = 0; t < width; t++)
-            for (int64_t j = 0; j < d; j++) turned[j * TILE + t] = b[first + t][j];
-        score_tile<TOGETHER>(a, Rows{turned.data(), TILE}, out + first, m, width, d, stride);
-    }
-}
-
-// Tokens `first` up to `end` of a packed tree; they see some spans of it, and themselves causally.
-struct Stretch {
+// Tokens `first` up to `end` of a packed tree; they see some spans of it, the last of which they end themselves,
+// causally.
+struct Piece {
     int64_t first, end;
-    std::vector<std::pair<int64_t, int64_t>> path;
-    int64_t seen;  // tokens of the path
+    std::vector<std::pair<int64_t, int64_t>> spans;
+    int64_t seen;  // tokens before them
 
     int64_t width() const { return seen + end - first; }
 };
 
 // Cuts (stretches, 4) rows of first, end, first span and number of spans, with spans (any, 2), to pieces.
-std::vector<Stretch> cut(const int64_t* stretches, const int64_t* spans, int64_t count, int64_t group) {
+std::vector<Piece> cut(const int64_t* stretches, const int64_t* spans, int64_t count, int64_t group) {
     const int64_t most = std::max<int64_t>(1, BLOCK / group);
-    std::vector<Stretch> pieces;
+    std::vector<Piece> pieces;
     for (int64_t i = 0; i < count; i++) {
         const int64_t* row = stretches + 4 * i;
-        Stretch piece{row[0], row[0], {}, 0};
+        Piece piece{row[0], row[0], {}, 0};
         for (int64_t s = row[2]; s < row[2] + row[3]; s++) {
-            piece.path.emplace_back(spans[2 * s], spans[2 * s + 1]);
+            piece.spans.emplace_back(spans[2 * s], spans[2 * s + 1]);
             piece.seen += spans[2 * s + 1] - spans[2 * s];
         }
-        piece.path.emplace_back(row[0], row[0]);
+        piece.spans.emplace_back(row[0], row[0]);
         for (int64_t first = row[0]; first < row[1]; first += most) {
             piece.seen += first - piece.first;
-            piece.path.back().second = piece.first = first;
-            piece.end = std::min(first + most, row[1]);
+            piece.first = first;
+            piece.spans.back().second = piece.end = std::min(first + most, row[1]);
             pieces.push_back(piece);
         }
     }
@@ -49,21 +40,63 @@ std::vector<Stretch> cut(const int64_t* stretches, const int64_t* spans, int64_t
 
 // Calls `visit(place among the piece's keys, first token, tokens)` for everything that it sees.
 template <class Visit>
-void each_span(const Stretch& piece, Visit visit) {
+void each_span(const Piece& piece, Visit visit) {
     int64_t at = 0;
-    for (const auto& [first, end] : piece.path) {
-        if (end > first) visit(at, first, end - first);
+    for (const auto& [first, end] : piece.spans) {
+        visit(at, first, end - first);
         at += end - first;
     }
-    visit(at, piece.first, piece.end - piece.first);
 }
 
+// Keys or values (tokens, kv_heads, d) in tiles, those of every stretch in tiles of their own.
+class Tiled {
+   public:
+    Tiled(const int64_t* stretches, int64_t count, int64_t tokens, int64_t kv_heads, int64_t d)
+        : kv_heads(kv_heads), d(d), tile_at(tokens), end_at(tokens) {
+        for (int64_t i = 0; i < count; i++) {
+            const int64_t first = stretches[4 * i], end = stretches[4 * i + 1];
+            tile_at[first] = tiles.size();
+            end_at[first] = end;
+            for (int64_t token = first; token < end; token += TILE)
+                tiles.emplace_back(token, std::min(TILE, end - token));
+        }
+        numbers.reset(new float[tiles.size() * TILE * kv_heads * d]);
+    }
+
+    // By all threads, before any of them multiplies.
+    void fill(const float* x) const {
+        const int64_t count = tiles.size(), stride = kv_heads * d;
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < count; i++)
+            for (int64_t row = 0; row < stride; row++)
+                for (int64_t t = 0; t < tiles[i].second; t++)
+                    at(row / d, i)[row % d * TILE + t] = x[(tiles[i].first + t) * stride + row];
+    }
+
+    // out (m, n), rows of `width` numbers, becomes a (m, d) times n tokens of a head, from the first of a stretch on.
+    void multiply(const float* a, int64_t head, int64_t first, float* out, int64_t m, int64_t n, int64_t width) const {
+        for (int64_t done = 0, count; done < n; done += count) {
+            const int64_t token = first + done;
+            count = std::min(n - done, end_at[token] - token);
+            multiply_tiles(a, at(head, tile_at[token]), out + done, m, count, d, width);
+        }
+    }
+
+   private:
+    float* at(int64_t head, int64_t tile) const { return &numbers[(head * tiles.size() + tile) * TILE * d]; }
+
+    const int64_t kv_heads, d;
+    std::vector<int64_t> tile_at, end_at;  // of the first token of a stretch: its tile, and where the stretch ends
+    std::vector<std::pair<int64_t, int64_t>> tiles;  // the first token of each, and how many
+    std::unique_ptr<float[]> numbers;
+};
+
 // Copies what belongs to a key-value head between x (tokens, kv_heads, size) and rows (tokens of the piece, size).
-void gather(const float* x, float* rows, const Stretch& piece, int64_t kv_heads, int64_t head, int64_t size) {
+void gather(const float* x, float* rows, const Piece& piece, int64_t kv_heads, int64_t head, int64_t size) {
     for (int64_t token = piece.first; token < piece.end; token++)
         std::memcpy(rows + (token - piece.first) * size, x + (token * kv_heads + head) * size, size * sizeof(float));
 }
-void scatter(const float* rows, float* x, const Stretch& piece, int64_t kv_heads, int64_t head, int64_t size) {
+void scatter(const float* rows, float* x, const Piece& piece, int64_t kv_heads, int64_t head, int64_t size) {
     for (int64_t token = piece.first; token < piece.end; token++)
         std::memcpy(x + (token * kv_heads + head) * size, rows + (token - piece.first) * size, size * sizeof(float));
 }
@@ -84,16 +117,18 @@ bool all_zero(const std::vector<float>& numbers) {
 // Attention along a packed tree. q, out: (tokens, kv_heads, group, d), queries scaled; k, v: (tokens, kv_heads, d);
 // logsums: (tokens, kv_heads, group), for the gradient.
 extern "C" void tree_attend(const float* q, const float* k, const float* v, float* out, float* logsums,
-                            const int64_t* stretches, const int64_t* spans, int64_t count, int64_t kv_heads,
-                            int64_t group, int64_t d) {
-    const std::vector<Stretch> pieces = cut(stretches, spans, count, group);
+                            const int64_t* stretches, const int64_t* spans, int64_t count, int64_t tokens,
+                            int64_t kv_heads, int64_t group, int64_t d) {
+    const std::vector<Piece> pieces = cut(stretches, spans, count, group);
     const int64_t stride = kv_heads * d;
+    Tiled keys(stretches, count, tokens, kv_heads, d);
 #pragma omp parallel
     {
+        keys.fill(k);
         std::vector<float> scores, queries, sums, logs;
 #pragma omp for schedule(dynamic, 1)
         for (int64_t work = 0; work < static_cast<int64_t>(pieces.size()) * kv_heads; work++) {
-            const Stretch& piece = pieces[work / kv_heads];
+            const Piece& piece = pieces[work / kv_heads];
             const int64_t head = work % kv_heads, many = (piece.end - piece.first) * group, width = piece.width();
             queries.resize(many * d);
             sums.assign(many * d, 0.0f);
@@ -101,7 +136,7 @@ extern "C" void tree_attend(const float* q, const float* k, const float* v, floa
             scores.resize(many * width);
             gather(q, queries.data(), piece, kv_heads, head, group * d);
             each_span(piece, [&](int64_t at, int64_t first, int64_t n) {
-                multiply(queries.data(), Rows{k + first * stride + head * d, stride}, &scores[at], many, n, d, width);
+                keys.multiply(queries.data(), head, first, &scores[at], many, n, width);
             });
             for (int64_t i = 0; i < many; i++) logs[i] = softmax(&scores[i * width], piece.seen + i / group + 1, width);
             each_span(piece, [&](int64_t at, int64_t first, int64_t n) {
@@ -119,58 +154,63 @@ extern "C" void tree_attend_backward(const float* grad, const float* q, const fl
                                      const float* out, const float* logsums, float* grad_q, float* grad_k,
                                      float* grad_v, const int64_t* stretches, const int64_t* spans, int64_t count,
                                      int64_t tokens, int64_t kv_heads, int64_t group, int64_t d, int64_t parts) {
-    const std::vector<Stretch> pieces = cut(stretches, spans, count, group);
+    const std::vector<Piece> pieces = cut(stretches, spans, count, group);
     const int64_t stride = kv_heads * d;
-#pragma omp parallel for schedule(static, 1)
-    for (int64_t work = 0; work < kv_heads * parts; work++) {
-        const int64_t head = work % kv_heads, part = work / kv_heads;
-        float* const part_k = grad_k + part * tokens * stride + head * d;
-        float* const part_v = grad_v + part * tokens * stride + head * d;
-        std::vector<float> weights, changes, queries, grads, outs, sums, logs;
-        for (size_t number = part; number < pieces.size(); number += parts) {
-            const Stretch& piece = pieces[number];
-            const int64_t many = (piece.end - piece.first) * group, width = piece.width();
-            for (auto* rows : {&queries, &grads, &outs}) rows->resize(many * d);
-            sums.assign(many * d, 0.0f);
-            logs.resize(many);
-            weights.resize(many * width);
-            changes.resize(many * width);
-            gather(grad, grads.data(), piece, kv_heads, head, group * d);
-            // In the last layer that is most of every prompt.
-            if (all_zero(grads)) {
-                scatter(sums.data(), grad_q, piece, kv_heads, head, group * d);
-                continue;
-            }
-            gather(q, queries.data(), piece, kv_heads, head, group * d);
-            gather(out, outs.data(), piece, kv_heads, head, group * d);
-            gather(logsums, logs.data(), piece, kv_heads, head, group);
-            each_span(piece, [&](int64_t at, int64_t first, int64_t n) {
-                const int64_t from = first * stride + head * d;
-                multiply(queries.data(), Rows{k + from, stride}, &weights[at], many, n, d, width);
-                multiply(grads.data(), Rows{v + from, stride}, &changes[at], many, n, d, width);
-            });
-            for (int64_t i = 0; i < many; i++) {
-                // Softmax's gradient is p * (dp - sum(p * dp)); that sum is the product of an output and its gradient.
-                float product = 0;
-                for (int64_t j = 0; j < d; j++) product += grads[i * d + j] * outs[i * d + j];
-                const int64_t seen = piece.seen + i / group + 1;
-                float *p = &weights[i * width], *change = &changes[i * width];
-                const float log = logs[i];
-#pragma omp simd
-                for (int64_t t = 0; t < seen; t++) {
-                    p[t] = std::exp(p[t] - log);
-                    change[t] = p[t] * (change[t] - product);
+    Tiled keys(stretches, count, tokens, kv_heads, d), values(stretches, count, tokens, kv_heads, d);
+#pragma omp parallel
+    {
+        keys.fill(k);
+        values.fill(v);
+#pragma omp for schedule(static, 1)
+        for (int64_t work = 0; work < kv_heads * parts; work++) {
+            const int64_t head = work % kv_heads, part = work / kv_heads;
+            float* const part_k = grad_k + part * tokens * stride + head * d;
+            float* const part_v = grad_v + part * tokens * stride + head * d;
+            std::vector<float> weights, changes, queries, grads, outs, sums, logs;
+            for (size_t number = part; number < pieces.size(); number += parts) {
+                const Piece& piece = pieces[number];
+                const int64_t many = (piece.end - piece.first) * group, width = piece.width();
+                for (auto* rows : {&queries, &grads, &outs}) rows->resize(many * d);
+                sums.assign(many * d, 0.0f);
+                logs.resize(many);
+                weights.resize(many * width);
+                changes.resize(many * width);
+                gather(grad, grads.data(), piece, kv_heads, head, group * d);
+                // In the last layer that is most of every prompt.
+                if (all_zero(grads)) {
+                    scatter(sums.data(), grad_q, piece, kv_heads, head, group * d);
+                    continue;
                 }
-                std::fill(p + seen, p + width, 0.0f);
-                std::fill(change + seen, change + width, 0.0f);
+                gather(q, queries.data(), piece, kv_heads, head, group * d);
+                gather(out, outs.data(), piece, kv_heads, head, group * d);
+                gather(logsums, logs.data(), piece, kv_heads, head, group);
+                each_span(piece, [&](int64_t at, int64_t first, int64_t n) {
+                    keys.multiply(queries.data(), head, first, &weights[at], many, n, width);
+                    values.multiply(grads.data(), head, first, &changes[at], many, n, width);
+                });
+                for (int64_t i = 0; i < many; i++) {
+                    // Softmax's gradient is p * (dp - sum(p * dp)); that sum is the product of an output and its gradient.
+                    float product = 0;
+                    for (int64_t j = 0; j < d; j++) product += grads[i * d + j] * outs[i * d + j];
+                    const int64_t seen = piece.seen + i / group + 1;
+                    float *p = &weights[i * width], *change = &changes[i * width];
+                    const float log = logs[i];
+#pragma omp simd
+                    for (int64_t t = 0; t < seen; t++) {
+                        p[t] = std::exp(p[t] - log);
+                        change[t] = p[t] * (change[t] - product);
+                    }
+                    std::fill(p + seen, p + width, 0.0f);
+                    std::fill(change + seen, change + width, 0.0f);
+                }
+                each_span(piece, [&](int64_t at, int64_t first, int64_t n) {
+                    const int64_t to = first * stride;
+                    add_product(&changes[at], 1, width, Rows{k + to + head * d, stride}, sums.data(), d, many, n, d);
+                    add_product(&changes[at], width, 1, Rows{queries.data(), d}, part_k + to, stride, n, many, d);
+                    add_product(&weights[at], width, 1, Rows{grads.data(), d}, part_v + to, stride, n, many, d);
+                });
+                scatter(sums.data(), grad_q, piece, kv_heads, head, group * d);
             }
-            each_span(piece, [&](int64_t at, int64_t first, int64_t n) {
-                const int64_t to = first * stride;
-                add_product(&changes[at], 1, width, Rows{k + to + head * d, stride}, sums.data(), d, many, n, d);
-                add_product(&changes[at], width, 1, Rows{queries.data(), d}, part_k + to, stride, n, many, d);
-                add_product(&weights[at], width, 1, Rows{grads.data(), d}, part_v + to, stride, n, many, d);
-            });
-            scatter(sums.data(), grad_q, piece, kv_heads, head, group * d);
         }
     }
 }
