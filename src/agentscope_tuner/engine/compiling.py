@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -40,9 +41,12 @@ def compile_kernels() -> Path:
     if not library.exists():
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            compiled = [Path(scratch) / f"{source.stem}.o" for source in sorted(KERNELS.glob("*.cpp"))]
-            for part in compiled:
-                _run([*compiler, *_COMPILE, str(KERNELS / f"{part.stem}.cpp"), "-o", str(part)])
+            sources = sorted(KERNELS.glob("*.cpp"))
+            compiled = [Path(scratch) / f"{source.stem}.o" for source in sources]
+            to = zip(sources, compiled, strict=True)
+            commands = [[*compiler, *_COMPILE, str(source), "-o", str(part)] for source, part in to]
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                list(pool.map(_run, commands))
             # Linked apart: with `-ffast-math` a linker would switch off denormal numbers in the whole process.
             linked = Path(scratch) / "native.so"
             _run([*compiler, "-shared", "-pthread", *map(str, compiled), *_openmp(), "-o", str(linked)])
