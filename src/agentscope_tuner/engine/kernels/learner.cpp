@@ -16,7 +16,8 @@ struct Piece {
     int64_t width() const { return seen + end - first; }
 };
 
-// Cuts (stretches, 4) rows of first, end, first span and number of spans, with spans (any, 2), to pieces.
+// Cuts (stretches, 4) rows of first, end, first span and number of spans, with spans (any, 2), to pieces. A span begins
+// where a stretch does.
 std::vector<Piece> cut(const int64_t* stretches, const int64_t* spans, int64_t count, int64_t group) {
     const int64_t most = std::max<int64_t>(1, BLOCK / group);
     std::vector<Piece> pieces;
