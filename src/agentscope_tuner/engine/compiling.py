@@ -41,15 +41,13 @@ def compile_kernels() -> Path:
     if not library.exists():
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            sources = sorted(KERNELS.glob("*.cpp"))
-            compiled = [Path(scratch) / f"{source.stem}.o" for source in sources]
-            to = zip(sources, compiled, strict=True)
-            commands = [[*compiler, *_COMPILE, str(source), "-o", str(part)] for source, part in to]
+            parts = {source: f"{scratch}/{source.stem}.o" for source in sorted(KERNELS.glob("*.cpp"))}
+            commands = [[*compiler, *_COMPILE, str(source), "-o", part] for source, part in parts.items()]
             with ThreadPoolExecutor(os.cpu_count()) as pool:
                 list(pool.map(_run, commands))
             # Linked apart: with `-ffast-math` a linker would switch off denormal numbers in the whole process.
             linked = Path(scratch) / "native.so"
-            _run([*compiler, "-shared", "-pthread", *map(str, compiled), *_openmp(), "-o", str(linked)])
+            _run([*compiler, "-shared", "-pthread", *parts.values(), *_openmp(), "-o", str(linked)])
             linked.replace(library)
     return library
 

@@ -190,7 +190,8 @@ extern "C" void tree_attend_backward(const float* grad, const float* q, const fl
                     values.multiply(grads.data(), head, first, &changes[at], many, n, width);
                 });
                 for (int64_t i = 0; i < many; i++) {
-                    // Softmax's gradient is p * (dp - sum(p * dp)); that sum is the product of an output and its gradient.
+                    // Softmax's gradient is p * (dp - sum(p * dp)); that sum is the product of an output and its
+                    // gradient.
                     float product = 0;
                     for (int64_t j = 0; j < d; j++) product += grads[i * d + j] * outs[i * d + j];
                     const int64_t seen = piece.seen + i / group + 1;
