@@ -13,7 +13,6 @@ compared with that of transformers' forward pass over every completion by itself
 
 from __future__ import annotations
 
-import asyncio
 import sys
 import tempfile
 from collections.abc import Callable
@@ -54,6 +53,7 @@ from agentscope_tuner.algorithms import Datum
 from agentscope_tuner.config import AlgorithmConfig
 from agentscope_tuner.engine.learner import Learner
 from agentscope_tuner.engine.sampler import Sampler
+from agentscope_tuner.event_loop import run_to_end
 
 CONTEXT = 256
 TRL_PASS = 8
@@ -79,7 +79,7 @@ class Ours:
 
     def rollout(self) -> list[Datum]:
         """A batch, half of it good."""
-        samples = asyncio.run(complete(self.sampler, [(ids, NEW_TOKENS) for ids in self.prompts]))
+        samples = run_to_end(complete(self.sampler, [(ids, NEW_TOKENS) for ids in self.prompts]))
         drawn = zip(self.prompts, samples, strict=True)
         return half_good([make_call(ids, sample.token_ids, sample.logprobs) for ids, sample in drawn])
 

@@ -17,7 +17,6 @@ Three ways to write the same agent:
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import statistics
@@ -40,6 +39,7 @@ from agentscope_tuner.backends.local import start_engines  # noqa: E402
 from agentscope_tuner.config import load_config  # noqa: E402
 from agentscope_tuner.engine.decoder import WholeDecoder  # noqa: E402
 from agentscope_tuner.engine.native import Job  # noqa: E402
+from agentscope_tuner.event_loop import run_to_end  # noqa: E402
 from agentscope_tuner.many_agents import rare_collections  # noqa: E402
 from agentscope_tuner.readers import load_tasks  # noqa: E402
 from agentscope_tuner.rollout import Rollout  # noqa: E402
@@ -117,7 +117,7 @@ def main(rounds: Annotated[int, typer.Option(help="Measured rounds.")] = 5) -> N
         for number in range(rounds + 1):
             for way in ways:
                 engine.sampler.weights_changed(number)  # an empty cache, as after every update
-                found = asyncio.run(once(way, number))
+                found = run_to_end(once(way, number))
                 if number > 0:
                     measured[way].append(found)
     rows = [

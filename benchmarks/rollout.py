@@ -55,6 +55,7 @@ from common import (
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
 from agentscope_tuner.engine.sampler import Sampler
+from agentscope_tuner.event_loop import run_to_end
 from agentscope_tuner.policy import Sample, SamplingParams
 
 CONTEXT = 512
@@ -143,15 +144,15 @@ def measure(
     rng = random.Random(1)
     varied = [(prompt, rng.randint(8, 256)) for prompt in prompts for _ in range(2 if size == "L" else 4)]
     rng.shuffle(varied)
-    error = largest_error(reference, prompts, asyncio.run(complete(empty("ours"), static)))
+    error = largest_error(reference, prompts, run_to_end(complete(empty("ours"), static)))
     if error > (1e-4 if dtype == "float32" else 0.2):
         raise SystemExit(f"{size} {dtype}: log-probabilities differ by {error:.2g}")
     theirs = copy.deepcopy(reference).to(getattr(torch, dtype))
     speeds: list[float] = []
     sides: dict[str, Callable[[], object]] = {
-        "ours": lambda: asyncio.run(complete(empty("ours"), static)),
-        "staggered": lambda: speeds.append(asyncio.run(complete_in_turn(empty("ours"), varied, len(prompts)))),
-        "eager": lambda: asyncio.run(complete(empty("eager"), static)),
+        "ours": lambda: run_to_end(complete(empty("ours"), static)),
+        "staggered": lambda: speeds.append(run_to_end(complete_in_turn(empty("ours"), varied, len(prompts)))),
+        "eager": lambda: run_to_end(complete(empty("eager"), static)),
         "generate": lambda: generate(theirs, prompts, NEW_TOKENS),
     }
     single = "generate"

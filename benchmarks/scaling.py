@@ -37,6 +37,7 @@ from common import (
 from agentscope_tuner.config import AlgorithmConfig
 from agentscope_tuner.engine.learner import Learner
 from agentscope_tuner.engine.sampler import Sampler
+from agentscope_tuner.event_loop import run_to_end
 from agentscope_tuner.policy import SamplingParams
 from agentscope_tuner.types import ModelCall
 
@@ -77,11 +78,11 @@ def measure_here(size: str, dtype: str, episodes: int, turns: int, prompt: int) 
     loaded, settings = load(size, dtype, context)
     learner = Learner(loaded, AlgorithmConfig(), settings, SAMPLED)
     sampler = Sampler(loaded, settings)
-    learner.accumulate(half_good(asyncio.run(play(sampler, 8, 1, 64))))  # warm-up
+    learner.accumulate(half_good(run_to_end(play(sampler, 8, 1, 64))))  # warm-up
     learner.optimizer.zero_grad()
     sampler.weights_changed(1)
     before, begun = forget_peak_memory(), time.perf_counter()
-    calls = asyncio.run(play(sampler, episodes, turns, prompt))
+    calls = run_to_end(play(sampler, episodes, turns, prompt))
     rollout_s, rollout_gb = time.perf_counter() - begun, peak_memory() - before
     datums = half_good(calls)
     begun = time.perf_counter()

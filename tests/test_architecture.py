@@ -13,6 +13,7 @@ SOURCE = Path(__file__).parents[1] / "src" / PACKAGE
 
 FLOORS: dict[str, float] = {
     "errors": 0,
+    "event_loop": 0,
     "types": 1,
     "config": 2,
     "policy": 2,
@@ -50,6 +51,7 @@ ALLOWED_ROOMS: dict[str, set[str]] = {
     "ray": {"backends"},
     "starlette": {"endpoint", "tinker_service"},
     "uvicorn": {"endpoint", "tinker_service"},
+    "uvloop": {"event_loop"},
 }
 """Packages of others that only these rooms may import, not even lazily anywhere else."""
 

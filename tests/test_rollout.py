@@ -33,7 +33,7 @@ from agentscope_tuner.errors import (
 from agentscope_tuner.policy import Sample, SamplingParams
 from agentscope_tuner.recorder import PolicyModel
 from agentscope_tuner.reporting import read_episodes
-from agentscope_tuner.rollout import Rollout, run_to_end
+from agentscope_tuner.rollout import Rollout
 from agentscope_tuner.testing import ScriptedPolicy
 from agentscope_tuner.types import Episode, ModelCall, Task
 from agentscope_tuner.workflow import JudgeRunner, WorkflowRunner
@@ -747,30 +747,3 @@ def test_an_error_of_the_run_comes_out_of_tune_itself(tiny_model_dir: Path, tmp_
     with pytest.raises(ConfigError, match="does not honour `logit_bias`") as caught:
         train(tiny_model_dir, tmp_path, Wrong)
     assert type(caught.value) is ConfigError
-
-
-def test_an_interrupted_cell_of_a_notebook_leaves_nothing_running(monkeypatch: pytest.MonkeyPatch) -> None:
-    began, ended = threading.Event(), []
-
-    async def work() -> None:
-        began.set()
-        try:
-            await asyncio.sleep(60)
-        finally:
-            ended.append(True)
-
-    join = threading.Thread.join
-
-    def interrupted(self: threading.Thread, timeout: float | None = None) -> None:
-        monkeypatch.setattr(threading.Thread, "join", join)
-        assert began.wait(10)
-        raise KeyboardInterrupt
-
-    async def cell() -> None:
-        monkeypatch.setattr(threading.Thread, "join", interrupted)
-        run_to_end(work())
-
-    with pytest.raises(KeyboardInterrupt):
-        asyncio.run(cell())
-    assert ended == [True]
-    assert not [thread for thread in threading.enumerate() if thread.name == "agentscope-tuner"]

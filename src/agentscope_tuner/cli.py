@@ -155,8 +155,8 @@ def debug(
         workflow_func, judge_func = _load(workflow, judge)
         stand_in = None if model is None else load_object(model)
         from agentscope_tuner.backends.debug import DebugRun
+        from agentscope_tuner.event_loop import run_to_end
         from agentscope_tuner.readers import load_tasks
-        from agentscope_tuner.rollout import run_to_end
         from agentscope_tuner.types import Task
         from agentscope_tuner.workflow import JudgeRunner, WorkflowRunner
 

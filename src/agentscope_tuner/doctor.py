@@ -28,6 +28,7 @@ from rich.table import Table
 from rich.text import Text
 
 from agentscope_tuner.config import parse_config
+from agentscope_tuner.event_loop import run_to_end
 
 Status = Literal["ok", "warn", "missing"]
 
@@ -250,7 +251,7 @@ def _has_content(path: Path) -> bool:
 def measure_speed(model_path: str, seconds: float = 2.0) -> Check:
     """Load a model into the embedded engine and let it talk for a moment."""
     try:
-        tokens, taken = asyncio.run(_talk(model_path, seconds))
+        tokens, taken = run_to_end(_talk(model_path, seconds))
     except Exception as exc:  # whatever goes wrong here would go wrong in a run
         return Check("engine", "missing", _brief(exc), _reinstall(TORCH, REQUIREMENTS["transformers"]))
     return Check(

@@ -9,7 +9,8 @@ from typing import Any
 
 from agentscope_tuner.config import DatasetConfig, TunerConfig, TunerModelConfig, load_config
 from agentscope_tuner.errors import ConfigError
-from agentscope_tuner.rollout import Rollout, run_to_end
+from agentscope_tuner.event_loop import run_to_end
+from agentscope_tuner.rollout import Rollout
 from agentscope_tuner.types import EvalResult
 from agentscope_tuner.workflow import JudgeRunner, WorkflowRunner, check_auxiliary_models
 

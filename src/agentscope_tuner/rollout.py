@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import random
-import threading
 import time
 import traceback
 import zlib
-from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
@@ -43,8 +42,6 @@ from agentscope_tuner.types import (
     WorkflowTask,
 )
 from agentscope_tuner.workflow import JudgeRunner, WorkflowRunner
-
-T = TypeVar("T")
 
 _GRACE_S = 2.0
 """How long a cancelled workflow may take to clean up before it is abandoned."""
@@ -370,38 +367,3 @@ def check_targets(targets: Sequence[str] | None, registered: Collection[str]) ->
             f"`trainable_targets` names `{unknown[0]}`, which no episode registered; registered: "
             f"{', '.join(f'`{role}`' for role in sorted(registered)) or 'none'}"
         )
-
-
-def run_to_end(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine from synchronous code, also where an event loop is already running, as in notebooks."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(work)
-    outcome: list[T] = []
-    errors: list[BaseException] = []
-    loop = asyncio.new_event_loop()
-
-    def target() -> None:
-        try:
-            with asyncio.Runner(loop_factory=lambda: loop) as runner:
-                outcome.append(runner.run(work))
-        except BaseException as exc:
-            errors.append(exc)
-
-    def stop() -> None:
-        for task in asyncio.all_tasks(loop):
-            task.cancel()
-
-    thread = threading.Thread(target=target, name="agentscope-tuner", daemon=True)
-    thread.start()
-    try:
-        thread.join()
-    except BaseException:  # somebody interrupts the cell of a notebook
-        with suppress(RuntimeError):  # the loop may be closed meanwhile
-            loop.call_soon_threadsafe(stop)
-        thread.join()
-        raise
-    if errors:
-        raise errors[0]
-    return outcome[0]

@@ -17,9 +17,10 @@ from pydantic import BaseModel
 from agentscope_tuner.agentscope_face import respond
 from agentscope_tuner.chat import ChatRenderer, write_reply
 from agentscope_tuner.config import WorkflowConfig
+from agentscope_tuner.event_loop import run_to_end
 from agentscope_tuner.policy import Sample, SamplingParams
 from agentscope_tuner.recorder import PolicyModel
-from agentscope_tuner.rollout import Rollout, run_to_end
+from agentscope_tuner.rollout import Rollout
 from agentscope_tuner.types import Episode, Task, WorkflowTask
 from agentscope_tuner.workflow import JudgeRunner, WorkflowRunner
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from agentscope_tuner.config import AlgorithmConfig, DatasetConfig, TunerModelConfig, load_config
 from agentscope_tuner.errors import MissingDependencyError
-from agentscope_tuner.rollout import run_to_end
+from agentscope_tuner.event_loop import run_to_end
 from agentscope_tuner.types import TuneResult
 from agentscope_tuner.workflow import JudgeRunner, WorkflowRunner, check_auxiliary_models
 

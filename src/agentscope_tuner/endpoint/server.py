@@ -119,7 +119,6 @@ class EndpointServer:
             uvicorn.Config(
                 self._app(),
                 lifespan="off",
-                http="h11",
                 ws="none",
                 log_config=None,
                 access_log=False,

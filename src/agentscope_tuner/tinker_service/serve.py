@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 from agentscope_tuner.config import TunerConfig
 from agentscope_tuner.engine.models import prepare_torch
 from agentscope_tuner.errors import ConfigError
+from agentscope_tuner.event_loop import run_to_end
 from agentscope_tuner.tinker_service.server import TinkerServer
 from agentscope_tuner.tinker_service.service import Service
 
@@ -46,4 +46,4 @@ def serve(
     except OSError as exc:
         raise ConfigError(f"cannot listen on {host}:{port}: {exc}; choose another `--port`") from exc
     on_ready(f"http://{host}:{listener.getsockname()[1]}", service.directory)
-    asyncio.run(TinkerServer(service, key).serve(listener))
+    run_to_end(TinkerServer(service, key).serve(listener))

@@ -35,9 +35,10 @@ from agentscope_tuner.backends.trinity.translate import check_settings, group_ti
 from agentscope_tuner.config import TunerConfig
 from agentscope_tuner.engine.models import load_reader, model_directory
 from agentscope_tuner.errors import CheckpointError, ConfigError, TrainingStoppedError, TunerError
+from agentscope_tuner.event_loop import run_to_end
 from agentscope_tuner.readers import TaskStream, load_tasks, planned_steps
 from agentscope_tuner.reporting import ProgressView, RunFolder, stored_evaluation
-from agentscope_tuner.rollout import Rollout, run_to_end
+from agentscope_tuner.rollout import Rollout
 from agentscope_tuner.tinker_service.service import checkpoint_folder
 from agentscope_tuner.types import Episode, EvalResult, TuneResult
 from agentscope_tuner.workflow import JudgeRunner, WorkflowRunner
