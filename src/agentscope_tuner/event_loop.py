@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-def new_event_loop() -> asyncio.AbstractEventLoop:
+def _new_event_loop() -> asyncio.AbstractEventLoop:
     """uvloop's, which does as much in less time, where there is one: there is none for Windows.
 
     Programs that nest event loops in each other cannot do so with it; whoever imported `nest_asyncio` gets Python's.
@@ -31,11 +31,11 @@ def run_to_end(work: Coroutine[Any, Any, T]) -> T:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        with asyncio.Runner(loop_factory=_new_event_loop) as runner:
             return runner.run(work)
     outcome: list[T] = []
     errors: list[BaseException] = []
-    loop = new_event_loop()
+    loop = _new_event_loop()
 
     def target() -> None:
         try:
