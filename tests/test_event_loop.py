@@ -18,7 +18,6 @@ async def _kind() -> str:
     return type(asyncio.get_running_loop()).__module__
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="there is no uvloop for Windows")
 def test_it_is_the_fast_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "nest_asyncio", raising=False)
     assert run_to_end(_kind()) == "uvloop"
