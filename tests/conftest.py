@@ -1,8 +1,10 @@
-"""Models for tests: a tiny random one, and the one that ships."""
+"""Models for tests, a tiny random one and the one that ships, and what else several of them need."""
 
 from __future__ import annotations
 
 import os
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 # Kernels for GPUs run here, too, in Triton's interpreter. It has to know before Triton is imported, which others do.
@@ -77,3 +79,11 @@ def tiny_agent_dir() -> Path:
 def kernels() -> None:
     """Compiled kernels are there; without them, tests of what needs them would compare nothing with nothing."""
     assert native_kernels() is not None
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Ctrl-C counts, also where whoever runs the tests in the background has it ignored, which children inherit."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

@@ -150,14 +150,12 @@ def test_commands_and_options_that_do_not_exist(project: Path) -> None:
     assert "--config" in err
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupted_run_can_be_continued(project: Path) -> None:
     arguments = ["train", "-w", "patient.py:Patient", "-c", "config.yaml"]
     arguments += ["train_dataset.total_steps=3", "algorithm.save_interval_steps=1"]
     command = [sys.executable, "-m", "agentscope_tuner.cli", *arguments]
-    # Whoever runs the tests in the background may have Ctrl-C ignored, and children inherit that.
-    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
     running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    signal.signal(signal.SIGINT, before)
     try:
         deadline = time.monotonic() + 120
         while not Path("reached").exists():

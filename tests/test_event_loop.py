@@ -35,6 +35,7 @@ def test_it_is_pythons_own_where_the_fast_one_will_not_do(name: str, monkeypatch
     assert run_to_end(_kind()).startswith("asyncio")
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_an_interruption_ends_the_work_in_order() -> None:
     ended = []
 
@@ -46,13 +47,8 @@ def test_an_interruption_ends_the_work_in_order() -> None:
             await asyncio.sleep(0)
             ended.append(True)
 
-    # Whoever runs the tests in the background may have Ctrl-C ignored.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            run_to_end(work())
-    finally:
-        signal.signal(signal.SIGINT, before)
+    with pytest.raises(KeyboardInterrupt):
+        run_to_end(work())
     assert ended == [True]
 
 
