@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agentscope_tuner.config import DatasetConfig, TunerConfig, TunerModelConfig, load_config
 from agentscope_tuner.errors import ConfigError
 from agentscope_tuner.event_loop import run_to_end
-from agentscope_tuner.rollout import Rollout
 from agentscope_tuner.types import EvalResult
-from agentscope_tuner.workflow import JudgeRunner, WorkflowRunner, check_auxiliary_models
+
+if TYPE_CHECKING:
+    from agentscope_tuner.workflow import JudgeRunner, WorkflowRunner
 
 
 def evaluate(
@@ -38,6 +39,9 @@ def evaluate(
         DataError: the dataset is missing, empty or malformed.
         ModelError: the model cannot be loaded, or is not supported.
     """
+    # Imported here for the same reasons as in `tune`.
+    from agentscope_tuner.workflow import JudgeRunner, WorkflowRunner, check_auxiliary_models
+
     workflow = WorkflowRunner(workflow_func)
     judge = JudgeRunner(judge_func) if judge_func is not None else None
     config = load_config(
@@ -55,11 +59,11 @@ def evaluate(
 async def _evaluate(
     config: TunerConfig, dataset: DatasetConfig, workflow: WorkflowRunner, judge: JudgeRunner | None
 ) -> dict[str, EvalResult]:
-    # Imported here for the same reason as in `tune`.
     from agentscope_tuner.backends.evaluation import evaluate_policy
     from agentscope_tuner.backends.local import choose_cast, start_engines
     from agentscope_tuner.readers import load_tasks
     from agentscope_tuner.reporting import ProgressView
+    from agentscope_tuner.rollout import Rollout
 
     tasks = load_tasks(dataset)
     cast = choose_cast(config, workflow)

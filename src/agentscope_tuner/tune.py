@@ -11,7 +11,6 @@ from agentscope_tuner.config import AlgorithmConfig, DatasetConfig, TunerModelCo
 from agentscope_tuner.errors import MissingDependencyError
 from agentscope_tuner.event_loop import run_to_end
 from agentscope_tuner.types import TuneResult
-from agentscope_tuner.workflow import JudgeRunner, WorkflowRunner, check_auxiliary_models
 
 
 def tune(
@@ -60,6 +59,9 @@ def tune(
         CheckpointError: a checkpoint is damaged or cannot be written.
         MissingDependencyError: backend `trinity` is not installed.
     """
+    # Not with this module, which everybody imports with the package: it needs AgentScope.
+    from agentscope_tuner.workflow import JudgeRunner, WorkflowRunner, check_auxiliary_models
+
     workflow = WorkflowRunner(workflow_func)
     judge = JudgeRunner(judge_func) if judge_func is not None else None
     config = load_config(
