@@ -37,8 +37,9 @@ from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 from agentscope_tuner.algorithms import Datum
 from agentscope_tuner.algorithms.packing import pack
 from agentscope_tuner.config import EngineConfig, TunerModelConfig
-from agentscope_tuner.engine.models import LoadedModel, load_model, model_directory
+from agentscope_tuner.engine.models import LoadedModel, load_model
 from agentscope_tuner.engine.products import OneDnnProducts, PlainProducts, Products
+from agentscope_tuner.engine.reading import model_directory
 from agentscope_tuner.types import ModelCall
 
 ROOT = Path(__file__).parents[1]

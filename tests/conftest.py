@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers import models as tokenizer_models
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from agentscope_tuner.engine.models import model_directory
+from agentscope_tuner.engine.reading import model_directory
 from agentscope_tuner.engine.trial import native_kernels
 
 # With models this small a second thread costs more than it computes.

@@ -38,7 +38,8 @@ from agentscope_tuner import (
 from agentscope_tuner.chat import ChatRenderer
 from agentscope_tuner.cli import app
 from agentscope_tuner.config import EngineConfig, WorkflowConfig, load_config, parse_config
-from agentscope_tuner.engine.models import load_model, model_directory
+from agentscope_tuner.engine.models import load_model
+from agentscope_tuner.engine.reading import model_directory
 from agentscope_tuner.engine.sampler import Sampler
 from agentscope_tuner.errors import ConfigError, PromptTooLongError, ReplayError, TunerError
 from agentscope_tuner.loading import load_object

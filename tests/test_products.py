@@ -14,9 +14,10 @@ from agentscope_tuner.engine import products, trial
 from agentscope_tuner.engine.attention import CausalLayout, RowLayout
 from agentscope_tuner.engine.decoder import choose_decoder
 from agentscope_tuner.engine.kv_cache import KVCache, PrefixStack
-from agentscope_tuner.engine.models import agree, load_model, model_directory
+from agentscope_tuner.engine.models import agree, load_model
 from agentscope_tuner.engine.native import NativeKernels, to_pairs, to_tiles, weight_tiles
 from agentscope_tuner.engine.products import WideLinears, WideProducts, onednn_products
+from agentscope_tuner.engine.reading import model_directory
 from agentscope_tuner.engine.trial import native_kernels
 
 

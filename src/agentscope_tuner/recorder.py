@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -417,3 +417,17 @@ def _kind(model: Any) -> tuple[type, Any]:
 def _describe(model: Any) -> str:
     name = getattr(model, "model_name", None)
     return f"{type(model).__name__}({name})" if name else ("none" if model is None else type(model).__name__)
+
+
+def check_targets(targets: Sequence[str] | None, registered: Collection[str]) -> None:
+    """A target that no episode of a batch knows is a mistake, even where others are trained.
+
+    Raises:
+        RoleError: names it.
+    """
+    unknown = sorted(set(targets or ()) - set(registered))
+    if unknown:
+        raise RoleError(
+            f"`trainable_targets` names `{unknown[0]}`, which no episode registered; registered: "
+            f"{', '.join(f'`{role}`' for role in sorted(registered)) or 'none'}"
+        )

@@ -7,7 +7,7 @@ import random
 import time
 import traceback
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,13 +21,12 @@ from agentscope_tuner.errors import (
     EpisodeTimeoutError,
     NoTrainedCallError,
     RewardError,
-    RoleError,
     TunerError,
 )
 from agentscope_tuner.many_agents import quiet_agents, rare_collections, relieve_agents
 from agentscope_tuner.model_tuner import ModelTuner
 from agentscope_tuner.policy import SamplingParams
-from agentscope_tuner.recorder import PolicyModel, Recorder
+from agentscope_tuner.recorder import PolicyModel, Recorder, check_targets
 from agentscope_tuner.types import (
     DEFAULT_ROLE,
     Branch,
@@ -353,17 +352,3 @@ def _reward_by_role(reward: float | dict[str, float], recorder: Recorder) -> dic
     if missing:
         raise RewardError(f"role `{missing[0]}` is trained and spoke, but the reward names only {sorted(reward)}")
     return {role: float(reward[role]) for role in spoke}
-
-
-def check_targets(targets: Sequence[str] | None, registered: Collection[str]) -> None:
-    """A target that no episode of a batch knows is a mistake, even where others are trained.
-
-    Raises:
-        RoleError: names it.
-    """
-    unknown = sorted(set(targets or ()) - set(registered))
-    if unknown:
-        raise RoleError(
-            f"`trainable_targets` names `{unknown[0]}`, which no episode registered; registered: "
-            f"{', '.join(f'`{role}`' for role in sorted(registered)) or 'none'}"
-        )

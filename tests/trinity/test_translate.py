@@ -16,7 +16,7 @@ from agentscope_tuner import doctor, tune
 from agentscope_tuner.backends.trinity.run import with_route
 from agentscope_tuner.backends.trinity.translate import check_settings, translate
 from agentscope_tuner.config import TunerConfig, load_config
-from agentscope_tuner.engine.models import model_directory
+from agentscope_tuner.engine.reading import model_directory
 from agentscope_tuner.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]

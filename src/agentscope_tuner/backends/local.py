@@ -37,10 +37,10 @@ from agentscope_tuner.engine.models import (
     drop_version,
     keep_version,
     load_model,
-    model_directory,
     prepare_torch,
 )
 from agentscope_tuner.engine.products import onednn_products
+from agentscope_tuner.engine.reading import model_directory
 from agentscope_tuner.engine.sampler import Sampler
 from agentscope_tuner.errors import ConfigError, RoleError
 from agentscope_tuner.many_agents import rare_collections

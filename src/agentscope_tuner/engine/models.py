@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import (
     AttentionInterface,
-    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
-    GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -28,11 +25,9 @@ from transformers.utils import logging as transformers_logging
 
 from agentscope_tuner.config import EngineConfig, LoraConfig, TunerModelConfig
 from agentscope_tuner.engine.attention import ATTENTION_NAME, CausalLayout, attention
+from agentscope_tuner.engine.reading import CONTEXT, TINY_AGENT, end_of_turn_ids, model_directory
 from agentscope_tuner.errors import ConfigError, ModelError
 
-TINY_AGENT = "tiny-agent"
-_CONTEXT = 2048
-"""Tokens, for models that do not say."""
 SHARED_ADAPTER = "default"
 """The adapter of all roles, where they share one."""
 ADAPTERS = "adapters"
@@ -156,30 +151,6 @@ def quiet_transformers() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-def model_directory(model_path: str) -> str:
-    """What `from_pretrained` should be given for a `model_path`.
-
-    Raises:
-        ModelError: a local path that does not exist.
-    """
-    if model_path == TINY_AGENT:
-        return str(files("agentscope_tuner") / "assets" / TINY_AGENT)
-    looks_local = model_path.startswith((".", "/", "~")) or model_path.count("/") > 1
-    path = Path(model_path).expanduser()
-    if path.exists():
-        if not (path / "config.json").is_file():
-            raise ModelError(
-                f"`{model_path}` has no config.json; `model_path` must be a directory saved by transformers"
-            )
-        return str(path)
-    if looks_local:
-        raise ModelError(
-            f"model path `{model_path}` does not exist; give a directory, a hub name, or `{TINY_AGENT}` for the model "
-            "that ships with this package"
-        )
-    return model_path
-
-
 def load_model(config: TunerModelConfig, engine: EngineConfig, adapters: Sequence[str] = ()) -> LoadedModel:
     """Load weights (safetensors only) and tokenizer, add LoRA if asked, and check the architecture.
 
@@ -205,7 +176,7 @@ def load_model(config: TunerModelConfig, engine: EngineConfig, adapters: Sequenc
         ) from exc
     # Dropout would make the learner's log-probabilities differ from the sampler's.
     nn.Module.to(model, device).eval()
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or _CONTEXT
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or CONTEXT
     if config.max_model_len is not None and config.max_model_len > limit:
         raise ConfigError(
             f"`model.max_model_len` is {config.max_model_len}, but `{config.model_path}` was built for {limit} tokens"
@@ -215,7 +186,7 @@ def load_model(config: TunerModelConfig, engine: EngineConfig, adapters: Sequenc
         tokenizer=tokenizer,
         name=config.model_path,
         max_model_len=config.max_model_len or limit,
-        end_of_turn_ids=_end_of_turn_ids(model.generation_config, tokenizer),
+        end_of_turn_ids=end_of_turn_ids(model.generation_config, tokenizer),
     )
     _check_architecture(loaded)
     kept = Path(directory) / ADAPTERS
@@ -391,38 +362,6 @@ def _device(engine: EngineConfig) -> torch.device:
     if engine.device == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda")
-
-
-def load_reader(config: TunerModelConfig) -> tuple[PreTrainedTokenizerBase, frozenset[int], int]:
-    """What reads and writes a model's text, where its weights are elsewhere: tokenizer, end of turn, longest context.
-
-    Raises:
-        ModelError: it cannot be loaded.
-    """
-    directory = model_directory(config.model_path)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=config.trust_remote_code)
-        form = AutoConfig.from_pretrained(directory, trust_remote_code=config.trust_remote_code)
-    except (OSError, ValueError, KeyError, ImportError) as exc:
-        raise ModelError(f"tokenizer of `{config.model_path}` cannot be loaded: {exc}") from exc
-    try:
-        generation = GenerationConfig.from_pretrained(directory)
-    except OSError:  # not every model has one
-        generation = GenerationConfig.from_model_config(form)
-    limit = getattr(form.get_text_config(), "max_position_embeddings", None) or _CONTEXT
-    return tokenizer, _end_of_turn_ids(generation, tokenizer), config.max_model_len or limit
-
-
-def _end_of_turn_ids(generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    configured = generation.eos_token_id if generation is not None else None
-    ids = set(configured if isinstance(configured, list) else [configured])
-    ids.add(tokenizer.eos_token_id)
-    ids.discard(None)
-    if not ids:
-        raise ModelError(
-            f"`{tokenizer.name_or_path}` names no end-of-sequence token, so its completions would never end"
-        )
-    return frozenset(ids)
 
 
 @torch.no_grad()

@@ -17,16 +17,13 @@ from tinker.proto import tinker_public_pb2 as wire
 from agentscope_tuner.engine.scoring import Row
 from agentscope_tuner.policy import Sample
 from agentscope_tuner.tinker_service.losses import LOSSES
+from agentscope_tuner.tinker_service.naming import UserError
 
 T = TypeVar("T", bound=BaseModel)
 
 _DTYPES = {wire.DTYPE_FLOAT32: np.float32, wire.DTYPE_INT64: np.int64, wire.DTYPE_INT32: np.int32}
 _NO_TOKEN, _NO_LOGPROB = 0, -99999.0
 """What fills the first row of top-k tables: nothing comes before the first token."""
-
-
-class UserError(Exception):
-    """The client asked for something that is wrong, or that this service does not do."""
 
 
 # --------------------------------------------------------------------------------------------------- requests

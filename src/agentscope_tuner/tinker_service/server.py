@@ -23,6 +23,7 @@ from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
 from agentscope_tuner.errors import CheckpointError, EpisodeFailure
+from agentscope_tuner.tinker_service.naming import UserError, checkpoint_path
 from agentscope_tuner.tinker_service.protocol import (
     CreateModel,
     CreateSampler,
@@ -33,14 +34,13 @@ from agentscope_tuner.tinker_service.protocol import (
     RetrieveFuture,
     SampleRequest,
     SaveWeights,
-    UserError,
     failure,
     forward_backward_output,
     parse,
     parse_forward_backward,
     sample_response,
 )
-from agentscope_tuner.tinker_service.service import CheckpointKind, Service, checkpoint_path
+from agentscope_tuner.tinker_service.service import CheckpointKind, Service
 
 _logger = logging.getLogger(__name__)
 

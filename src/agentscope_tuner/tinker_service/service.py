@@ -7,7 +7,6 @@ event loop, batched over everybody who asks.
 from __future__ import annotations
 
 import asyncio
-import re
 import secrets
 import shutil
 import zlib
@@ -29,42 +28,25 @@ from agentscope_tuner.engine.checkpoint import (
     verify_checkpoint,
     write_checkpoint,
 )
-from agentscope_tuner.engine.models import LoadedModel, load_model, model_directory
+from agentscope_tuner.engine.models import LoadedModel, load_model
 from agentscope_tuner.engine.optimizer import Optimizer
+from agentscope_tuner.engine.reading import model_directory
 from agentscope_tuner.engine.sampler import Sampler
 from agentscope_tuner.engine.scoring import Row, Scorer
 from agentscope_tuner.errors import CheckpointError
 from agentscope_tuner.policy import Sample, SamplingParams
 from agentscope_tuner.tinker_service.losses import LOSSES
-from agentscope_tuner.tinker_service.protocol import AdamParams, ForwardBackward, Lora, SampleRequest, UserError
+from agentscope_tuner.tinker_service.naming import UserError, checkpoint_folder, checkpoint_path, is_name
+from agentscope_tuner.tinker_service.protocol import AdamParams, ForwardBackward, Lora, SampleRequest
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_SCHEME = "tinker://"
-_NAME = re.compile(r"[\w.:\-]{1,200}")
 CheckpointKind = Literal["weights", "sampler_weights", "external_weights"]
 """To train on, to sample from, and to take away."""
 _32_BITS = 0xFFFFFFFF
 _ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 _MLP = ["gate_proj", "up_proj", "down_proj"]
-
-
-def checkpoint_path(model_id: str, kind: str, name: str) -> str:
-    """What clients call a checkpoint."""
-    return f"{_SCHEME}{model_id}/{kind}/{name}"
-
-
-def checkpoint_folder(root: Path, path: str) -> Path:
-    """Where a service whose folder is `root` keeps the checkpoint that clients call `path`.
-
-    Raises:
-        UserError: this is no such name.
-    """
-    parts = path.removeprefix(_SCHEME).split("/")
-    if not path.startswith(_SCHEME) or not all(_NAME.fullmatch(part) and part[0] != "." for part in parts):
-        raise UserError(f"checkpoints are named `{checkpoint_path('<model>', '<kind>', '<name>')}`, got `{path}`")
-    return root.joinpath(*parts)
 
 
 @dataclass(slots=True)
@@ -255,7 +237,7 @@ class Service:
     def _save(self, model_id: str, name: str | None, kind: CheckpointKind) -> str:
         training = self.training(model_id)
         name = name or secrets.token_hex(4)
-        if not _NAME.fullmatch(name) or name.startswith("."):
+        if not is_name(name):
             raise UserError(f"a checkpoint cannot be called `{name}`; use letters, digits, `.`, `-` and `_`")
         path = checkpoint_path(model_id, kind, name)
         optimizer = self._optimizer(training, AdamParams()) if kind == "weights" else None

@@ -1,6 +1,7 @@
 """Trinity-RFT as backend: the same workflow, on a Ray cluster.
 
-`run` drives Trinity from this process; `adapter`, `algorithm` and `recording` are what Trinity's processes import.
+`run` drives Trinity from this process; `adapter`, `algorithm` and `monitor` are what Trinity's processes import, and
+`recording` is what a process of our own writes the run folder with.
 """
 
 import sys

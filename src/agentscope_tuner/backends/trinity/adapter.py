@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 import ray
@@ -16,24 +16,13 @@ from trinity.common.workflows.workflow import Workflow as TrinityWorkflow
 
 from agentscope_tuner.algorithms import Credit, compute_advantages
 from agentscope_tuner.backends.trinity.algorithm import nothing_learned, to_experiences
-from agentscope_tuner.backends.trinity.policies import EnginePolicy, TinkerPolicy, VllmPolicy, policy_model
 from agentscope_tuner.config import AlgorithmConfig, TunerConfig
 from agentscope_tuner.errors import EpisodeFailure, TrainingStoppedError, TunerError
-from agentscope_tuner.rollout import Rollout
 from agentscope_tuner.types import EpisodeGroup, Task
-from agentscope_tuner.workflow import JudgeRunner, WorkflowRunner
 
-
-@dataclass(slots=True)
-class RunSpec:
-    """What every runner has to know about the run.
-
-    The recorder keeps it, pickled: whoever gets Trinity's configuration prints it, and would import what is in it.
-    """
-
-    config: TunerConfig
-    workflow: WorkflowRunner
-    judge: JudgeRunner | None
+if TYPE_CHECKING:
+    from agentscope_tuner.backends.trinity.spec import RunSpec
+    from agentscope_tuner.rollout import Rollout
 
 
 class GroupWorkflow(TrinityWorkflow):  # type: ignore[misc]  # published without types
@@ -156,10 +145,14 @@ async def _room_of(name: str, recorder: Any, model: ModelWrapper, helpers: list[
 
 
 def _enter(spec: RunSpec, model: ModelWrapper, helpers: list[ModelWrapper]) -> _Room:
+    # Only runners enter; Trinity's explorer imports this module too, and has no use for AgentScope.
+    from agentscope_tuner.backends.trinity.policies import kind_of, policy_model
+    from agentscope_tuner.rollout import Rollout
+
     config = spec.config
-    trained = policy_model(config.model, _kind_of(model))
+    trained = policy_model(config.model, kind_of(model))
     auxiliary = {
-        name: policy_model(settings, _kind_of(helper))
+        name: policy_model(settings, kind_of(helper))
         for (name, settings), helper in zip(config.auxiliary_models.items(), helpers, strict=True)
     }
     rollout = Rollout(spec.workflow, spec.judge, trained, config.workflow, config.seed, auxiliary)
@@ -169,7 +162,3 @@ def _enter(spec: RunSpec, model: ModelWrapper, helpers: list[ModelWrapper]) -> _
 
 def _unforeseen(exc: Exception) -> TrainingStoppedError:
     return TrainingStoppedError(f"a workflow runner of Trinity's failed with {type(exc).__name__}: {exc}")
-
-
-def _kind_of(model: ModelWrapper) -> type[EnginePolicy]:
-    return TinkerPolicy if model.config.engine_type == "tinker" else VllmPolicy

@@ -7,12 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import tinker
-from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agentscope_tuner.config import TunerModelConfig
-from agentscope_tuner.engine.models import model_directory, quiet_transformers
+from agentscope_tuner.engine.reading import model_directory
 from agentscope_tuner.errors import TrainingStoppedError
 
 _EXPORT_KEPT_S = 3600
@@ -47,6 +44,8 @@ def download_model(base_url: str, path: str, model: TunerModelConfig, target: Pa
     Raises:
         TrainingStoppedError: the service does not give the weights away; says where they are.
     """
+    import tinker  # imports torch; here, because a run on a service of its own fetches nothing
+
     fetched = target.with_name(f".{target.name}.fetched")
     shutil.rmtree(fetched, ignore_errors=True)
     try:
@@ -65,6 +64,8 @@ def download_model(base_url: str, path: str, model: TunerModelConfig, target: Pa
 
 
 def _fetch(base_url: str, path: str, folder: Path) -> None:
+    import tinker
+
     client = tinker.ServiceClient(base_url=base_url)
     try:
         training = client.create_training_client_from_state(path).result()
@@ -86,6 +87,12 @@ def _fetch(base_url: str, path: str, folder: Path) -> None:
 
 def merge_adapter(adapter: Path, model: TunerModelConfig, target: Path) -> None:
     """Write the base model with a LoRA adapter merged in, and its tokenizer."""
+    # The only place where a run's own process loads weights; all of this takes seconds.
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from agentscope_tuner.engine.models import quiet_transformers
+
     source, code = model_directory(model.model_path), model.trust_remote_code
     with quiet_transformers():
         base = AutoModelForCausalLM.from_pretrained(source, dtype="auto", use_safetensors=True, trust_remote_code=code)

@@ -9,13 +9,12 @@ from typing import Any
 
 import ray
 import tinker
-from openai import AsyncOpenAI
 from trinity.common.models.model import ModelWrapper
 from trinity.manager.synchronizer import Synchronizer
 
 from agentscope_tuner.chat import ChatRenderer
 from agentscope_tuner.config import TunerModelConfig
-from agentscope_tuner.engine.models import load_reader
+from agentscope_tuner.engine.reading import load_reader
 from agentscope_tuner.policy import Sample, SamplingParams, room_for_tokens
 from agentscope_tuner.recorder import PolicyModel
 
@@ -127,19 +126,20 @@ class VllmPolicy(EnginePolicy):
 
     def __init__(self, max_model_len: int) -> None:
         super().__init__(max_model_len)
-        self._client: AsyncOpenAI | None = None
+        self._client: Any = None
         self._name = ""
 
     async def refresh(self, model: ModelWrapper, seen: int, patience_s: float) -> None:
         """Look which weights the engines have, and where their server is."""
         self.version = max(0, await model.model_version_async)
         if self._client is None:
+            from openai import AsyncOpenAI  # takes a second, and with a Tinker service nobody needs it
+
             address = await model.model.get_api_server_url.remote()
             self._client = AsyncOpenAI(base_url=f"{address}/v1", api_key=model.api_key)
             self._name = model.model_path
 
     async def _complete(self, prompt_ids: list[int], params: SamplingParams) -> Sample:
-        assert self._client is not None
         completion = await self._client.completions.create(
             model=self._name,
             prompt=prompt_ids,
@@ -159,6 +159,11 @@ class VllmPolicy(EnginePolicy):
         choice: Any = completion.choices[0]
         reason = "length" if choice.finish_reason == "length" else "stop"
         return Sample(list(choice.token_ids), list(choice.logprobs.token_logprobs), reason, self.version)
+
+
+def kind_of(model: ModelWrapper) -> type[EnginePolicy]:
+    """The policy that samples from an engine of Trinity's."""
+    return TinkerPolicy if model.config.engine_type == "tinker" else VllmPolicy
 
 
 def policy_model(settings: TunerModelConfig, kind: type[EnginePolicy]) -> PolicyModel:

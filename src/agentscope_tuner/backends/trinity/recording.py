@@ -6,14 +6,10 @@ import time
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-import ray
-from trinity.common.config import Config
-from trinity.utils.monitor import Monitor
 
 from agentscope_tuner.config import TunerConfig
 from agentscope_tuner.errors import RoleError, TooManyFailuresError, TunerError
+from agentscope_tuner.recorder import check_targets
 from agentscope_tuner.reporting import (
     DECODINGS,
     RunFolder,
@@ -26,7 +22,6 @@ from agentscope_tuner.reporting import (
     summarize,
     with_continuations,
 )
-from agentscope_tuner.rollout import check_targets
 from agentscope_tuner.types import EpisodeGroup, EvalResult, StepMetrics
 
 _FROM_TRAINER = {
@@ -106,7 +101,7 @@ class RunRecorder:
         self._stop: TunerError | None = None
 
     def spec(self) -> bytes:
-        """A pickled `adapter.RunSpec`."""
+        """A pickled `RunSpec`."""
         return self._spec
 
     def record(self, group: EpisodeGroup, roles: set[str], *, phase: str, batch: int, version: int) -> None:
@@ -232,22 +227,3 @@ class RunRecorder:
 def _all_alike(group: EpisodeGroup) -> bool:
     rewards = [episode.reward for episode in group.succeeded]
     return all(reward == rewards[0] for reward in rewards)
-
-
-class RunMonitor(Monitor):  # type: ignore[misc]  # published without types
-    """What Trinity's trainer and explorer log to: the trainer's numbers go to the run's recorder."""
-
-    def __init__(self, project: str, group: str, name: str, role: str, config: Config | None = None) -> None:
-        assert config is not None
-        self._trainer = config.trainer.name
-        self.role = role
-        self._recorder = config.monitor.monitor_args["recorder"]
-
-    def log(self, data: dict[str, Any], step: int, commit: bool = False) -> None:
-        """Metrics of a step."""
-        if self.role == self._trainer:
-            plain = {key: float(value) for key, value in data.items() if isinstance(value, int | float)}
-            ray.get(ray.get_actor(self._recorder).trained.remote(step, plain))
-
-    def close(self) -> None:
-        """Nothing is open."""

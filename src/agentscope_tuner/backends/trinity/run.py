@@ -27,19 +27,18 @@ from trinity.common.config import Config
 
 from agentscope_tuner.backends.evaluation import evaluate_policy
 from agentscope_tuner.backends.trinity import HAS_VLLM
-from agentscope_tuner.backends.trinity.adapter import RunSpec
 from agentscope_tuner.backends.trinity.export import copy_model, download_model
-from agentscope_tuner.backends.trinity.policies import TinkerPolicy, policy_model
 from agentscope_tuner.backends.trinity.recording import Progress, RunRecorder
+from agentscope_tuner.backends.trinity.spec import RunSpec
 from agentscope_tuner.backends.trinity.translate import check_settings, group_timeout_s, translate, uses_own_service
 from agentscope_tuner.config import TunerConfig
-from agentscope_tuner.engine.models import load_reader, model_directory
+from agentscope_tuner.engine.reading import load_reader, model_directory
 from agentscope_tuner.errors import CheckpointError, ConfigError, TrainingStoppedError, TunerError
 from agentscope_tuner.event_loop import run_to_end
 from agentscope_tuner.readers import TaskStream, load_tasks, planned_steps
 from agentscope_tuner.reporting import ProgressView, RunFolder, stored_evaluation
 from agentscope_tuner.rollout import Rollout
-from agentscope_tuner.tinker_service.service import checkpoint_folder
+from agentscope_tuner.tinker_service.naming import checkpoint_folder
 from agentscope_tuner.types import Episode, EvalResult, TuneResult
 from agentscope_tuner.workflow import JudgeRunner, WorkflowRunner
 
@@ -386,6 +385,9 @@ class TrinityRun:
         return run_to_end(self._evaluations(next(path for path in paths if path.is_file()).read_text().strip()))
 
     async def _evaluations(self, path: str) -> dict[str, EvalResult]:
+        # Imports torch and much of Trinity, which this process needs here only.
+        from agentscope_tuner.backends.trinity.policies import TinkerPolicy, policy_model
+
         model = policy_model(self.config.model, TinkerPolicy)
         policy: Any = model.policy
         await policy.use(path, self.steps)

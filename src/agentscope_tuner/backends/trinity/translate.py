@@ -9,7 +9,6 @@ from typing import Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from transformers import PretrainedConfig
 from trinity.common.config import (
     AlgorithmConfig,
     BufferConfig,
@@ -35,7 +34,7 @@ from trinity.common.constants import SyncMethod, SyncStyle
 
 from agentscope_tuner.config import AlgorithmConfig as AlgorithmSettings
 from agentscope_tuner.config import TunerConfig, TunerModelConfig
-from agentscope_tuner.engine.models import model_directory
+from agentscope_tuner.engine.reading import model_directory
 from agentscope_tuner.errors import ConfigError, ModelError
 from agentscope_tuner.reporting import DECODINGS
 
@@ -44,7 +43,7 @@ _ALGORITHM = "agentscope_tuner.backends.trinity.algorithm.Grpo"
 _ADVANTAGES = "agentscope_tuner.backends.trinity.algorithm.WeighedAdvantages"
 _LOSS = "agentscope_tuner.backends.trinity.algorithm.SummedLoss"
 _STEPS = "agentscope_tuner.backends.trinity.algorithm.WholeSteps"
-_MONITOR = "agentscope_tuner.backends.trinity.recording.RunMonitor"
+_MONITOR = "agentscope_tuner.backends.trinity.monitor.RunMonitor"
 _OURS = (
     *("mode", "project", "name", "checkpoint_root_dir", "continue_from_checkpoint", "algorithm.", "cluster."),
     *("buffer.batch_size", "buffer.total_", "buffer.trainer_input", "buffer.explorer_input"),
@@ -144,6 +143,8 @@ def _check_tinker(config: TunerConfig) -> None:
 def _check_code(model: TunerModelConfig) -> None:
     """Trinity lets vLLM run a model's own code whatever `trust_remote_code` says."""
     if not model.trust_remote_code:
+        from transformers import PretrainedConfig  # imports torch, which a run's own process does not need at first
+
         try:
             form = PretrainedConfig.get_config_dict(model_directory(model.model_path))[0]
         except OSError as exc:
