@@ -14,7 +14,7 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,9 +115,10 @@ class TrinityRun:
             self._check_cluster()
             done = self._resume(self.folder.prepare(self.config))
             self._write_tasks()
-            with self._service() as service, self._recorder(done) as recorder, self.view:
+            with self._service() as reach, self._recorder(done) as recorder, self.view:
                 if done < self.steps:
-                    self._train(self._stage(service, address), service, recorder)
+                    self._train(address, reach, recorder)
+                service = reach()
                 weights = self._job / f"global_step_{self.steps}"
                 results = self._evaluate(weights) if service is not None and self.eval_tasks else {}
                 ray.get(recorder.finish.remote(results))
@@ -179,15 +180,21 @@ class TrinityRun:
             )
 
     @contextmanager
-    def _service(self) -> Iterator[_Service | None]:
-        """The Tinker service of this run, started where none is given; none with GPUs."""
+    def _service(self) -> Iterator[Callable[[], _Service | None]]:
+        """The Tinker service of this run, started where none is given; none with GPUs.
+
+        What is yielded waits until it is reached.
+
+        Raises:
+            TrainingStoppedError: it does not start.
+        """
         if self.config.trinity.route != "tinker":
-            yield None
+            yield lambda: None
             return
         given = (self.config.model.tinker_config or {}).get("base_url")
         if given:
             os.environ["TINKER_BASE_URL"] = given
-            yield _Service(given, self.model_path, None, None)
+            yield lambda: _Service(given, self.model_path, None, None)
             return
         folder = self._own / "service"
         folder.mkdir(parents=True, exist_ok=True)
@@ -201,10 +208,14 @@ class TrinityRun:
                 stderr=log,
                 start_new_session=True,  # Ctrl-C is ours to handle
             )
-        try:
+
+        def reach() -> _Service:
             told = _wait_for(address, process, self._own / "service.log")
             os.environ["TINKER_BASE_URL"] = told["base_url"]
-            yield _Service(told["base_url"], told["model"], process, folder)
+            return _Service(told["base_url"], told["model"], process, folder)
+
+        try:
+            yield reach
         finally:
             _end(process)
 
@@ -264,11 +275,11 @@ class TrinityRun:
 
     # ----------------------------------------------------------------------------------------------------- stage
 
-    def _stage(self, service: _Service | None, address: str) -> Config:
+    def _stage(self, service: _Service | None, address: str, context: int) -> Config:
         stage = translate(
             self.config,
             model_path=self.model_path if service is None else service.model,
-            context=load_reader(self.config.model)[2],
+            context=context,
             tasks=self._own / "tasks",
             steps=self.steps,
             eval_tasks=len(self.eval_tasks),
@@ -280,7 +291,7 @@ class TrinityRun:
         stage.ray_namespace = self._name
         return stage
 
-    def _train(self, stage: Config, service: _Service | None, recorder: Any) -> None:
+    def _train(self, address: str, reach: Callable[[], _Service | None], recorder: Any) -> None:
         """Run Trinity's stage in a process of its own, and watch it.
 
         Raises:
@@ -305,8 +316,11 @@ class TrinityRun:
         assert process.stdin is not None
         stop: TunerError | None = None
         try:
-            process.stdin.write(cloudpickle.dumps((stage, str(answer))))
-            process.stdin.close()
+            with suppress(BrokenPipeError), process.stdin as pipe:  # that it has ended is found out below
+                # The service, the stage and whoever reads a model import for seconds; all do so at once.
+                context = load_reader(self.config.model)[2]
+                service = reach()
+                pipe.write(cloudpickle.dumps((self._stage(service, address, context), str(answer))))
             self.view.phase("rollout", 0)
             patience_s = self.config.trinity.sync_timeout_s + group_timeout_s(self.config)
             deadline = time.monotonic() + patience_s

@@ -9,7 +9,9 @@ import json
 import math
 import os
 import sys
+from contextlib import suppress
 from dataclasses import asdict
+from importlib import import_module
 from pathlib import Path
 
 import cloudpickle
@@ -17,6 +19,8 @@ from trinity.cli.launcher import run_stage
 from trinity.common.config import Config
 
 _FOR_WORKERS = ("PYTHONPATH", "OMP_NUM_THREADS")
+_IMPORTED_LATER = ("trinity.explorer.explorer", "trinity.trainer.trainer")
+"""By `run_stage`; here it is done by the time there is a configuration."""
 
 
 class StageConfig(Config):  # type: ignore[misc]  # published without types
@@ -37,6 +41,9 @@ class StageConfig(Config):  # type: ignore[misc]  # published without types
 
 def main() -> None:
     """Check the configuration, run the stage, and write what Trinity says about it."""
+    for name in _IMPORTED_LATER:
+        with suppress(ImportError):  # which is told when Trinity imports it
+            import_module(name)
     config, answer = cloudpickle.loads(sys.stdin.buffer.read())
     config.__class__ = StageConfig
     try:
