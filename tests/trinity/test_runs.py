@@ -232,6 +232,18 @@ def test_a_killed_service_ends_the_run(tasks: Path) -> None:
     assert read_episodes(run / "episodes" / "train_000001.jsonl")
 
 
+def test_a_service_that_does_not_start_ends_the_run_and_the_stage_that_waits_for_it(tasks: Path) -> None:
+    stage = ["pgrep", "-P", str(os.getpid()), "-f", "agentscope_tuner.backends.trinity.stage"]
+    killer = once(
+        lambda: subprocess.run(stage).returncode == 0,
+        lambda: os.kill(pid_of(f"tinker_service {tasks.parent}"), signal.SIGKILL),
+    )
+    with pytest.raises(TrainingStoppedError, match="the Tinker service ended with status -9"):
+        train(flows.scored, tasks)
+    killer.join()
+    assert subprocess.run(stage).returncode == 1
+
+
 def test_a_trainer_that_hangs_ends_the_run_at_its_time_limit(tasks: Path) -> None:
     run = tasks.parent / "run"
     stopper = once(lambda: 1 in steps_written(run), lambda: os.kill(pid_of("^ray::Train"), signal.SIGSTOP))
