@@ -25,6 +25,8 @@ from agentscope_tuner.config import (
     RolesConfig,
     parse_config,
 )
+from agentscope_tuner.engine import decoder, native
+from agentscope_tuner.engine.decoder import ModuleDecoder, NativeDecoder, WholeDecoder
 from agentscope_tuner.engine.learner import Learner
 from agentscope_tuner.engine.models import LoadedModel, adapter_parameters, drop_version, keep_version, save_adapter
 from agentscope_tuner.errors import ConfigError, ModelError, RoleError
@@ -51,12 +53,17 @@ def learner_of(loaded: LoadedModel, **algorithm: object) -> Learner:
     return Learner(loaded, AlgorithmConfig(**algorithm), EngineConfig(device="cpu", micro_batch_tokens=1500), 12)
 
 
-@pytest.mark.parametrize("fast", [True, False])
-def test_roles_are_sampled_in_one_batch_with_their_own_adapters(tiny_model_dir: Path, fast: bool) -> None:
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("kind", [WholeDecoder, NativeDecoder, ModuleDecoder])
+def test_roles_are_sampled_in_one_batch_with_their_own_adapters(
+    tiny_model_dir: Path, kind: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kind is NativeDecoder:
+        monkeypatch.setattr(decoder, "_SMALL_LAYER", 0)
     loaded = with_adapters(tiny_model_dir)
     keep_version(loaded, "critic", "critic@0")
-    sampler = start(loaded, fast_decoder=fast, max_slots=16)
-    assert sampler.runs_modules is not fast
+    sampler = start(loaded, fast_decoder=kind is not ModuleDecoder, max_slots=16)
+    assert type(sampler._runner.decoder) is kind
     calls = play(loaded, sampler, adapters={"solver": "solver", "critic": "critic@0"})
     ours = learner_of(loaded).logprobs(calls)
     seen = dict.fromkeys(("solver", "critic@0"), 0)
@@ -71,6 +78,31 @@ def test_roles_are_sampled_in_one_batch_with_their_own_adapters(tiny_model_dir: 
     with torch.no_grad(), loaded.speaking_as(""):
         bare = plain_logprobs(loaded, calls[0])
     assert (torch.tensor(calls[0].logprobs) - bare).abs().max() > 1e-2, "the adapters must make a difference"
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("piece", [1, 5, 64])
+def test_a_small_model_has_a_voice_for_each_adapter(
+    piece: int, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However rows are cut, those with and without adapters beside one another; and after every change of weights."""
+    monkeypatch.setattr(native, "_PIECE", piece)
+    loaded = with_adapters(tiny_model_dir)
+    sampler = start(loaded, max_slots=16)
+    assert isinstance(sampler._runner.decoder, WholeDecoder)
+    for critic in ("critic", "", "critic@2"):
+        calls = play(loaded, sampler, episodes=12, mixed_params=False, adapters={"solver": "solver", "critic": critic})
+        assert {call.adapter for call in calls} == {"solver", critic}
+        for call in calls:
+            with torch.no_grad(), loaded.speaking_as(call.adapter):
+                plain = plain_logprobs(loaded, call)
+            assert (torch.tensor(call.logprobs) - plain).abs().max() < 1e-4
+        if critic == "":
+            keep_version(loaded, "critic", "critic@2")
+        with torch.no_grad():
+            for parameter in loaded.trainable_parameters().values():
+                parameter.add_(0.1 * torch.randn_like(parameter))
+        sampler.weights_changed(1)
 
 
 def test_gradients_are_those_of_separate_policies(tiny_model_dir: Path) -> None:

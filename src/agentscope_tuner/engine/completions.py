@@ -177,8 +177,8 @@ class Completions:
         self._uniforms: np.ndarray = np.zeros((slots, _COLUMNS))
         self._streams = _Streams()
         self._seeds = np.zeros((slots, 2), np.uint64)
-        # Of the trunk that each begins with: its place, or -1, and how many tokens it has.
-        self._trunk_of, self._begun = np.zeros((2, slots), np.int64)
+        # Of the trunk that each begins with: its place, or -1, and how many tokens it has. The number of its voice.
+        self._trunk_of, self._begun, self._voice = np.zeros((3, slots), np.int64)
         self._most_drawn = self._last_place = 0
         """Of any completion so far: how many tokens were drawn, and the place of the last one in its slot."""
         self._truncating = 0
@@ -205,6 +205,7 @@ class Completions:
         self._truncating += params.truncates
         self._seeds[row] = params.seed % 2**64, params.seed >> 64
         self._trunk_of[row], self._begun[row] = request.slot.begins
+        self._voice[row] = request.slot.voice
         context = request.prompt_ids[-CONTEXT:]
         self._tokens[row, :CONTEXT] = [-1] * (CONTEXT - len(context)) + context
 
@@ -347,7 +348,8 @@ class Completions:
         ids: list[int] = []
         for slot, tokens in plan.items():
             end = slot.cached + tokens
-            prompts.append(Prompt(slot.index, slot.cached, tokens, slot.index in self._requests, *slot.begins))
+            complete = slot.index in self._requests
+            prompts.append(Prompt(slot.index, slot.cached, tokens, complete, *slot.begins, slot.voice))
             ids += slot.ids[slot.cached : end]
             capacity = max(capacity, end)
         active = [*(self._requests.keys() - {prompt.slot for prompt in prompts})]
@@ -372,7 +374,7 @@ class Completions:
         """See `Sheet` in `kernels/whole.cpp`."""
         arrays = (
             self._tokens, self._logprobs, self._drawn, self._prompt_end, self._budget, self._trunk_of, self._begun,
-            self._seeds, self._temperature, self._ends,
+            self._voice, self._seeds, self._temperature, self._ends,
         )  # fmt: skip
         table, bits = (0, 0) if self._drafts is None else self._drafts.place
         sizes = self._tokens.shape[1], len(self._ends), bits

@@ -210,9 +210,12 @@ class FusedDecoder:
         base = self._loaded.model.get_decoder()
         self._embedding = base.embed_tokens.weight.detach()
         adapters = self._loaded.unmerged
-        self._layers = [_Layer(block, adapters, self._layer_products()) for block in base.layers]
+        self._layers = self._read_layers(adapters)
         self._norm = base.norm.weight.detach()
         self._head = _Linear([self._loaded.head], adapters, self._products)
+
+    def _read_layers(self, adapters: Sequence[str]) -> list[_Layer]:
+        return [_Layer(block, adapters, self._layer_products()) for block in self._loaded.model.get_decoder().layers]
 
     def _layer_products(self) -> Products:
         return self._products
@@ -297,13 +300,22 @@ class GpuDecoder(NativeDecoder):
 
 
 class WholeDecoder(NativeDecoder):
-    """The same for small models without adapters: all layers in one call, every thread with rows of its own.
+    """The same for small models: all layers in one call, every thread with rows of its own.
 
-    Between products of small matrices, making calls and waiting for the other threads takes longer than computing.
+    Between products of small matrices, making calls and waiting for the other threads takes longer than computing. So
+    it does for those with low-rank updates: where roles have adapters, each is a voice with weights of its own.
     """
 
     def _layer_products(self) -> Products:
         return PlainProducts()
+
+    def _read_layers(self, adapters: Sequence[str]) -> list[_Layer]:
+        """Those of each voice, one after the other."""
+        layers: list[_Layer] = []
+        for voice in self._loaded.voices:
+            with self._loaded.speaking_as(voice):
+                layers += super()._read_layers(())
+        return layers
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -311,12 +323,14 @@ class WholeDecoder(NativeDecoder):
         super().refresh()
         self._tensors: list[Tensor] = []  # they are read by address
         self._over: tuple[KVCache, int] | None = None
+        self._voices = {adapter: number for number, adapter in enumerate(self._loaded.voices)}
         self._places = np.array([self._place(layer) for layer in self._layers])
         head = layer_weight(self._loaded.head, merged=True)
         self.draws = head.nbytes <= _SMALL_HEAD
         """Whether it also draws tokens."""
         model = [
-            self._address(self._embedding), self._places.ctypes.data, len(self._layers), self._address(self._norm),
+            self._address(self._embedding), self._places.ctypes.data, len(self._layers) // len(self._voices),
+            self._address(self._norm),
             *(self._linear(head, getattr(self._loaded.head, "bias", None)) if self.draws else [0] * 4),
             *map(self._address, self._table), len(self._norm), self._heads, self._kv_heads, self._head_dim, 0,
         ]  # fmt: skip
@@ -344,8 +358,8 @@ class WholeDecoder(NativeDecoder):
         """The model, as compiled kernels run it, with the keys and values of a cache."""
         if self._over != (over := (cache, cache.capacity)):  # it moves when it grows, and only then
             self._over = over
-            self._places[:, -2] = [keys.data_ptr() for keys in cache.keys]
-            self._places[:, -1] = [values.data_ptr() for values in cache.values]
+            self._places[:, -2] = [keys.data_ptr() for keys in cache.keys] * len(self._voices)
+            self._places[:, -1] = [values.data_ptr() for values in cache.values] * len(self._voices)
             self._model.places[-1] = cache.capacity
         return self._model
 
@@ -358,17 +372,22 @@ class WholeDecoder(NativeDecoder):
         if not 0 <= first <= last < len(self._embedding):
             raise IndexError(f"token ids must be in [0, {len(self._embedding)}), got {first} to {last}")
 
-    def begin(self, ids: Tensor, positions: Tensor, layout: RowLayout, wanted: Tensor) -> Job[Tensor]:
+    def begin(
+        self, ids: Tensor, positions: Tensor, layout: RowLayout, wanted: Tensor, speakers: Speakers
+    ) -> Job[Tensor]:
         """Begin to run (B,) token ids at absolute positions: to hidden states (R, D) of the rows that are wanted."""
         if len(ids):
             self.check(int(ids.min()), int(ids.max()))
-        rows = (ids, positions, layout.slots, layout.own, layout.lengths, layout.trunk_of)
+        voices, counts = zip(*speakers or [("", len(ids))], strict=True)
+        voice_of = torch.tensor([self._voices[voice] for voice in voices]).repeat_interleave(torch.tensor(counts))
+        rows = (ids, positions, layout.slots, layout.own, layout.lengths, layout.trunk_of, voice_of)
         return layout.kernels.begin_pass(self.over(layout.cache), rows, layout.trunks, wanted)
 
     def hidden(self, ids: Tensor, positions: Tensor, layout: CacheLayout, speakers: Speakers = ()) -> Tensor:
         """(B, 1) token ids and absolute positions to (B, 1, D)."""
         assert isinstance(layout, RowLayout)
-        job = self.begin(ids[:, 0].contiguous(), positions[:, 0].contiguous(), layout, torch.arange(len(ids)))
+        every = torch.arange(len(ids))
+        job = self.begin(ids[:, 0].contiguous(), positions[:, 0].contiguous(), layout, every, speakers)
         return job.finish()[:, None]
 
 
@@ -422,7 +441,9 @@ def choose_decoder(loaded: LoadedModel, rows: int, engine: EngineConfig) -> Deco
     speakers = loaded.adapters or ("",)
     expected = [_probe(modules, loaded, None, speaker) for speaker in speakers]
     kinds: list[Callable[[LoadedModel, Products], FusedDecoder]] = [FusedDecoder if kernels is None else NativeDecoder]
-    if kernels is not None and not loaded.unmerged and is_small(loaded):
+    # In bfloat16 merging would round most of a small update away.
+    mergeable = loaded.model.dtype == torch.float32 or not loaded.unmerged
+    if kernels is not None and mergeable and is_small(loaded):
         kinds.insert(0, WholeDecoder)
     # A layer is missing, or this PyTorch lacks the packed operators.
     unusable: tuple[type[Exception], ...] = (AttributeError, RuntimeError)

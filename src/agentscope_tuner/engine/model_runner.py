@@ -244,7 +244,8 @@ class ModelRunner:
         if isinstance(self.decoder, WholeDecoder):
             ids, positions, layout = self._rows(work)
             assert isinstance(layout, RowLayout)
-            job = self.decoder.begin(ids, positions, layout, torch.from_numpy(work.wanted_tokens))
+            wanted, speakers = torch.from_numpy(work.wanted_tokens), self._speakers_of(work)
+            job = self.decoder.begin(ids, positions, layout, wanted, speakers)
             return functools.cache(lambda: _arrays(self._draw(job.finish(), drawing)))
         if self._on_gpu is not None:  # it computes what was launched by itself
             drawn = self._draw(self.hidden(work), drawing)
@@ -279,9 +280,11 @@ class ModelRunner:
     def _flat_rows(self, work: Work) -> Tensor:
         """A row for each token: all keys and values are written before any are read."""
         ids, positions, layout = self._rows(work)
-        speakers = self._speakers(zip(work.lineup.slots, work.counts.tolist(), strict=True))
-        hidden = self.decoder.hidden(ids[:, None], positions[:, None], layout, speakers)[:, 0]
+        hidden = self.decoder.hidden(ids[:, None], positions[:, None], layout, self._speakers_of(work))[:, 0]
         return hidden if len(work.wanted_tokens) == len(hidden) else hidden[torch.from_numpy(work.wanted_tokens)]
+
+    def _speakers_of(self, work: Work) -> list[tuple[str, int]]:
+        return self._speakers(zip(work.lineup.slots, work.counts.tolist(), strict=True))
 
     def _speakers(self, rows: Iterable[tuple[Slot, int]]) -> list[tuple[str, int]]:
         """The adapters of neighbouring slots, and of how many rows each is."""

@@ -73,6 +73,11 @@ class LoadedModel:
         return () if self.model.dtype == torch.float32 else (SHARED_ADAPTER,)
 
     @property
+    def voices(self) -> tuple[str, ...]:
+        """What it is sampled with: the weights that all roles share, and those that each adapter or version makes."""
+        return ("", *self.adapters, *self.versions)
+
+    @property
     def head(self) -> nn.Module:
         """Maps hidden states to logits."""
         head: nn.Module = self.model.get_output_embeddings()
@@ -337,7 +342,7 @@ def layer_weight(linear: Any, *, merged: bool) -> Tensor:
         plain: Tensor = linear.weight.detach()
         return plain
     weight: Tensor = linear.get_base_layer().weight.detach()
-    for adapter in linear.active_adapters if merged else ():
+    for adapter in linear.active_adapters if merged and not linear.disable_adapters else ():
         weight = weight + linear.get_delta_weight(adapter).detach().to(weight.dtype)
     return weight
 

@@ -53,6 +53,8 @@ class Prompt(NamedTuple):
     """The place of the trunk that it begins with, or -1 ..."""
     begun: int
     """... and how many tokens that has."""
+    voice: int
+    """The number of its voice."""
 
 
 class Outcome(ctypes.Structure):
@@ -211,9 +213,10 @@ class NativeKernels(LearnerKernels):
         """Begin to run new tokens, B rows, through a small model: to final hidden states (R, D).
 
         Args:
-            model: all layers.
+            model: all layers, of each voice.
             rows: (B,) each: ids of tokens, positions in their sequences; in which slots, at what places of them, and
-                how many of a slot's tokens each sees; trunks as in `attend`. Rows of a slot are neighbours.
+                how many of a slot's tokens each sees; trunks as in `attend`; voices. Rows of a slot are neighbours, and
+                so are those of a voice.
             trunks: (L, any, 3) as in `attend`, for each layer.
             wanted: (R,) of which rows the hidden states are wanted, in their order.
         """
@@ -242,7 +245,7 @@ class NativeKernels(LearnerKernels):
         """Begin with steps of decoding.
 
         Args:
-            model: all layers.
+            model: all layers, of each voice.
             sheet: addresses and sizes, see `Sheet` in `kernels/whole.cpp`: of completions in all slots.
             prompts: what is computed beside the first step.
             ids: (N,) of all of these tokens, of one prompt after those of the other.

@@ -214,7 +214,7 @@ class Sampler:
     # ---------------------------------------------------------------------------------------------- batching
 
     def _forget(self) -> None:
-        self._slots = Slots(self._runner.cache.slots, self._runner.trunk_tokens)
+        self._slots = Slots(self._runner.cache.slots, self._runner.trunk_tokens, self._loaded.voices)
         self._trunk_slots.clear()
         self._copies.clear()
         self._dropped.clear()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
@@ -53,6 +53,8 @@ class Slot:
     """How many of them have keys and values."""
     busy: bool = False
     episode_id: str = ""
+    voice: int = 0
+    """The number of the adapter among the model's voices."""
     last_used: int = 0
     head: Head = ("", ())
     """Under which it is found."""
@@ -119,9 +121,10 @@ class Lineup:
 class Slots:
     """All slots and trunks, at first empty."""
 
-    def __init__(self, count: int, trunk_tokens: int) -> None:
-        """Make `count` slots; trunks may have `trunk_tokens` tokens together."""
+    def __init__(self, count: int, trunk_tokens: int, voices: Sequence[str]) -> None:
+        """Make `count` slots for these adapters; trunks may have `trunk_tokens` tokens together."""
         self._trunk_tokens = trunk_tokens
+        self._voices = {adapter: number for number, adapter in enumerate(voices)}
         self._clock = itertools.count(1)
         self._slots = [Slot(i) for i in range(count)]
         self._trunks: list[Trunk] = []
@@ -206,6 +209,7 @@ class Slots:
     def fill(self, slot: Slot, adapter: str, trunk: Trunk | None, own: list[int], cached: int) -> None:
         """Make `own` the slot's tokens, of which the first `cached` are in place."""
         slot.adapter, slot.trunk, slot.ids, slot.cached = adapter, trunk, list(own), cached
+        slot.voice = self._voices[adapter]
         slot.row_order = (adapter, trunk.number if trunk else 0, slot.index)
         slot.last_used = next(self._clock)
         if trunk is not None:

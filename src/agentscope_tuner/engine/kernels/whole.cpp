@@ -6,6 +6,7 @@
 
 #include <atomic>
 #include <memory>
+#include <tuple>
 #include <utility>
 
 #include "blocks.h"
@@ -24,17 +25,17 @@ struct Layer {
 template <class T>
 struct Model {
     const T* embedding;
-    const Layer<T>* layers;
-    int64_t count;
+    const Layer<T>* layers;  // those of one voice after those of the other; keys and values are the same
+    int64_t count;           // of each voice
     const T* norm;
     Linear<T> head;
     const float *cosines, *sines;  // (positions, d)
     int64_t width, heads, kv_heads, d, capacity;
 };
 
-// New tokens, a row for each; those of a slot are neighbours, in their order.
+// New tokens, a row for each; those of a slot are neighbours, in their order, and so are those of a voice.
 struct Batch {
-    const int64_t *ids, *positions, *slots, *own, *lengths, *trunk_of, *wanted;
+    const int64_t *ids, *positions, *slots, *own, *lengths, *trunk_of, *voices, *wanted;
     const Trunk* trunks;  // as many for each layer
     int64_t rows, trunk_count, wanted_count;
 };
@@ -60,13 +61,17 @@ class Pass : public Job {
         drawing = by;
         hidden = to;
         cuts.clear();
-        const int64_t wanted = std::min(batch.rows, threads * ((batch.rows + threads * most - 1) / (threads * most)));
-        for (int64_t number = 0, row = 0; row < batch.rows; number++) {
-            cuts.push_back(row);
-            const int64_t end = std::max(row + 1, batch.rows * (number + 1) / wanted), limit = end + most;
-            // Rows of one slot stay together, unless they are many.
-            for (row = end; row < std::min(batch.rows, limit) && batch.slots[row] == batch.slots[row - 1];) row++;
-            if (row == limit) row = end;
+        const int64_t rounds = (batch.rows + threads * most - 1) / (threads * most);
+        for (int64_t start = 0, stop = 0; start < batch.rows; start = stop) {
+            while (stop < batch.rows && batch.voices[stop] == batch.voices[start]) stop++;
+            const int64_t rows = stop - start, wanted = (rows * threads * rounds + batch.rows - 1) / batch.rows;
+            for (int64_t number = 0, row = start; row < stop; number++) {
+                cuts.push_back(row);
+                const int64_t end = std::max(row + 1, start + rows * (number + 1) / wanted), limit = end + most;
+                // Rows of one slot stay together, unless they are many.
+                for (row = end; row < std::min(stop, limit) && batch.slots[row] == batch.slots[row - 1];) row++;
+                if (row == limit) row = end;
+            }
         }
         pieces = cuts.size();
         cuts.push_back(batch.rows);
@@ -84,6 +89,7 @@ class Pass : public Job {
                                model.heads / model.kv_heads};
         Heads<T> heads{nullptr, nullptr, model.cosines, model.sines, batch.positions, batch.slots, batch.own, cache,
                        model.heads, scaling, eps};
+        const Layer<T>* const layers = model.layers + batch.voices[first] * model.count;
         const auto blocks = attention.blocks(first, first + n);
         const int64_t q_size = attention.row_size();
         sums.resize(n * width);
@@ -94,7 +100,7 @@ class Pass : public Job {
             for (int64_t j = 0; j < width; j++)
                 sums[i * width + j] = number(model.embedding[batch.ids[first + i] * width + j]);
         for (int64_t index = 0; index < model.count; index++) {
-            const Layer<T>& layer = model.layers[index];
+            const Layer<T>& layer = layers[index];
             const int64_t inner = layer.down.inputs;
             attention.cache.keys = heads.cache.keys = layer.keys;
             attention.cache.values = heads.cache.values = layer.values;
@@ -168,7 +174,7 @@ struct Sheet {
     int64_t* tokens;  // (slots, columns): the last ones of the prompt, those drawn, those guessed
     float* logprobs;  // (slots, columns - CONTEXT)
     int64_t* drawn;   // how many tokens
-    const int64_t *prompt_end, *budget, *trunk_of, *begun;
+    const int64_t *prompt_end, *budget, *trunk_of, *begun, *voices;
     const uint64_t* seeds;  // (slots, 2)
     const float* temperatures;
     const uint8_t* ends;  // (end_count,) whether a token ends every completion; those beyond it do not
@@ -178,8 +184,8 @@ struct Sheet {
 
 // Tokens of prompts, to be computed beside completions.
 struct Prompts {
-    const int64_t *slots, *first, *counts, *complete, *trunk_of, *begun;  // a number for each of them
-    const int64_t* ids;                                                   // of one after those of the other
+    const int64_t *slots, *first, *counts, *complete, *trunk_of, *begun, *voices;  // a number for each of them
+    const int64_t* ids;                                                            // of one after those of the other
     int64_t count;
 };
 
@@ -252,15 +258,15 @@ class Decoding : public Pass<T> {
 
    private:
     struct Item {
-        int64_t slot, trunk, begun, first, count, wanted;
+        int64_t slot, voice, trunk, begun, first, count, wanted;
         const int64_t* ids;
     };
 
     void add_prompts() {
         int64_t at = 0;
         for (int64_t i = 0; i < prompts.count; i++) {
-            items.push_back({prompts.slots[i], prompts.trunk_of[i], prompts.begun[i], prompts.first[i],
-                             prompts.counts[i], prompts.complete[i], prompts.ids + at});
+            items.push_back({prompts.slots[i], prompts.voices[i], prompts.trunk_of[i], prompts.begun[i],
+                             prompts.first[i], prompts.counts[i], prompts.complete[i], prompts.ids + at});
             at += prompts.counts[i];
         }
     }
@@ -271,17 +277,17 @@ class Decoding : public Pass<T> {
         const int64_t room = std::min(guesses, sheet.budget[slot] - drawn - 1);
         int64_t count = 0;
         if (sheet.table != nullptr && room > 0) guess(sheet.table, sheet.tokens, &start, &room, &count, 1, sheet.bits);
-        items.push_back({slot, sheet.trunk_of[slot], sheet.begun[slot], sheet.prompt_end[slot] + drawn, count + 1,
-                         count + 1, sheet.tokens + start + CONTEXT - 1});
+        items.push_back({slot, sheet.voices[slot], sheet.trunk_of[slot], sheet.begun[slot],
+                         sheet.prompt_end[slot] + drawn, count + 1, count + 1, sheet.tokens + start + CONTEXT - 1});
         outcome->rows += count + 1;
     }
 
     void lay_out() {
-        // Rows of one trunk are computed together.
+        // Rows of one voice are computed together, and of them those of one trunk.
         std::sort(items.begin(), items.end(), [](const Item& a, const Item& b) {
-            return a.trunk != b.trunk ? a.trunk < b.trunk : a.slot < b.slot;
+            return std::tie(a.voice, a.trunk, a.slot) < std::tie(b.voice, b.trunk, b.slot);
         });
-        for (auto* rows : {&ids, &positions, &slots, &own, &lengths, &trunk_of, &wanted}) rows->clear();
+        for (auto* rows : {&ids, &positions, &slots, &own, &lengths, &trunk_of, &voices, &wanted}) rows->clear();
         temperatures.clear();
         uniforms.clear();
         for (const Item& item : items)
@@ -300,12 +306,13 @@ class Decoding : public Pass<T> {
                 own.push_back(place);
                 lengths.push_back(place + 1);
                 trunk_of.push_back(item.trunk);
+                voices.push_back(item.voice);
             }
         tokens.resize(wanted.size());
         logprobs.resize(wanted.size());
         const int64_t rows = ids.size(), count = wanted.size();
         this->take({ids.data(), positions.data(), slots.data(), own.data(), lengths.data(), trunk_of.data(),
-                    wanted.data(), trunks, rows, trunk_count, count},
+                    voices.data(), wanted.data(), trunks, rows, trunk_count, count},
                    {temperatures.data(), uniforms.data(), tokens.data(), logprobs.data()}, nullptr);
     }
 
@@ -348,7 +355,7 @@ class Decoding : public Pass<T> {
     std::vector<int64_t> active;  // slots of completions that are run next
     const std::vector<Copy> copies;
     std::vector<Item> items;
-    std::vector<int64_t> ids, positions, slots, own, lengths, trunk_of, wanted, tokens;
+    std::vector<int64_t> ids, positions, slots, own, lengths, trunk_of, voices, wanted, tokens;
     std::vector<float> temperatures, logprobs;
     std::vector<double> uniforms;
 };
