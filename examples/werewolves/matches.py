@@ -13,7 +13,7 @@ from game import WEREWOLF, new_game, winner
 from players import GRADES, Grade, ScriptedPlayer
 from workflow import Table, seat
 
-from agentscope_tuner.many_agents import quiet_agents
+from agentscope_tuner.many_agents import quiet_agents, rare_collections, relieve_agents
 
 
 async def play(seed: int, werewolves: Grade, village: Grade) -> Table:
@@ -47,5 +47,6 @@ async def main(games: int) -> None:
 
 
 if __name__ == "__main__":
-    with quiet_agents():
+    relieve_agents()
+    with quiet_agents(), rare_collections():
         asyncio.run(main(int(sys.argv[1]) if len(sys.argv) > 1 else 400))
