@@ -81,6 +81,23 @@ def test_roles_are_sampled_in_one_batch_with_their_own_adapters(
 
 
 @pytest.mark.usefixtures("kernels")
+def test_too_many_voices_are_computed_beside_the_weights(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = with_adapters(tiny_model_dir)
+    layers = [block.state_dict() for block in load(tiny_model_dir).model.get_decoder().layers]
+    monkeypatch.setattr(decoder, "_VOICES", 3 * sum(weight.nbytes for layer in layers for weight in layer.values()))
+    sampler = start(loaded)
+    for number, kind in enumerate((WholeDecoder, WholeDecoder, NativeDecoder)):
+        critic = "critic" if number == 0 else f"critic@{number}"
+        assert type(sampler._runner.decoder) is kind
+        calls = play(loaded, sampler, episodes=4, adapters={"solver": "solver", "critic": critic})
+        for call in calls:
+            with torch.no_grad(), loaded.speaking_as(call.adapter):
+                assert (torch.tensor(call.logprobs) - plain_logprobs(loaded, call)).abs().max() < 1e-4
+        keep_version(loaded, "critic", f"critic@{number + 1}")
+        sampler.weights_changed(number + 1)
+
+
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("piece", [1, 5, 64])
 def test_a_small_model_has_a_voice_for_each_adapter(
     piece: int, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch

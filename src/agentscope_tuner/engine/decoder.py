@@ -34,6 +34,8 @@ FUSED_FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 
 _SMALL_LAYER = 2**22
 """A layer of at most so many bytes is small: it stays in the cache that a processor's core has for itself."""
+_VOICES = 2**28
+"""Most bytes of weights that adapters of a small model are merged into, each into a copy of its own."""
 _SMALL_HEAD = 2**24
 """A head of at most so many bytes may be read once for every few rows."""
 
@@ -441,9 +443,7 @@ def choose_decoder(loaded: LoadedModel, rows: int, engine: EngineConfig) -> Deco
     speakers = loaded.adapters or ("",)
     expected = [_probe(modules, loaded, None, speaker) for speaker in speakers]
     kinds: list[Callable[[LoadedModel, Products], FusedDecoder]] = [FusedDecoder if kernels is None else NativeDecoder]
-    # In bfloat16 merging would round most of a small update away.
-    mergeable = loaded.model.dtype == torch.float32 or not loaded.unmerged
-    if kernels is not None and mergeable and is_small(loaded):
+    if kernels is not None and has_whole_form(loaded):
         kinds.insert(0, WholeDecoder)
     # A layer is missing, or this PyTorch lacks the packed operators.
     unusable: tuple[type[Exception], ...] = (AttributeError, RuntimeError)
@@ -463,8 +463,21 @@ def choose_decoder(loaded: LoadedModel, rows: int, engine: EngineConfig) -> Deco
 
 def is_small(loaded: LoadedModel) -> bool:
     """Whether a layer stays in the cache that a processor's core has for itself."""
-    block = loaded.model.get_decoder().layers[0]
-    return bool(sum(parameter.nbytes for parameter in block.parameters()) <= _SMALL_LAYER)
+    return _layer_size(loaded) <= _SMALL_LAYER
+
+
+def has_whole_form(loaded: LoadedModel) -> bool:
+    """Whether it is small, with all of its adapters merged."""
+    layers: int = loaded.model.config.num_hidden_layers
+    # In bfloat16 merging would round most of a small update away.
+    mergeable = loaded.model.dtype == torch.float32 or not loaded.unmerged
+    return mergeable and is_small(loaded) and (len(loaded.voices) - 1) * layers * _layer_size(loaded) <= _VOICES
+
+
+def _layer_size(loaded: LoadedModel) -> int:
+    """Bytes of a layer without adapters."""
+    parameters = loaded.model.get_decoder().layers[0].named_parameters()
+    return sum(parameter.nbytes for name, parameter in parameters if "lora_" not in name)
 
 
 def _probe(decoder: Decoder, loaded: LoadedModel, kernels: NativeKernels | None, speaker: str) -> Tensor:

@@ -29,7 +29,15 @@ from agentscope_tuner.engine.attention import (
     SlotRows,
 )
 from agentscope_tuner.engine.completions import Drawing, Lines, Work, count_up
-from agentscope_tuner.engine.decoder import Decoder, GpuDecoder, WholeDecoder, cache_shape, choose_decoder, kernels_for
+from agentscope_tuner.engine.decoder import (
+    Decoder,
+    GpuDecoder,
+    WholeDecoder,
+    cache_shape,
+    choose_decoder,
+    has_whole_form,
+    kernels_for,
+)
 from agentscope_tuner.engine.kv_cache import KVCache, PrefixStack
 from agentscope_tuner.engine.models import LoadedModel
 from agentscope_tuner.engine.native import Job, Outcome
@@ -135,7 +143,8 @@ class ModelRunner:
         slots = min(engine.max_slots, max(1, int(_SLOTS_SHARE * engine.kv_cache_gb / sequence_gb)))
         self.trunk_tokens = int((engine.kv_cache_gb - slots * sequence_gb) * 1e9 / token_bytes)
         """How many tokens trunks may have together: what slots leave of the budget."""
-        self.decoder: Decoder = choose_decoder(loaded, slots, engine)
+        self._choose = functools.partial(choose_decoder, loaded, slots, engine)
+        self.decoder: Decoder = self._choose()
         like = torch.empty(0, dtype=loaded.model.dtype, device=self._device)
         kernels = kernels_for(loaded, engine)
         self.cache = KVCache(shape, slots, loaded.max_model_len + 1, like, kernels)
@@ -155,6 +164,13 @@ class ModelRunner:
         self.flat = kernels is not None or self._on_gpu is not None
         """Every token is a row of its own, and nothing is padded: compiled attention reads the keys and values of a
         sequence once for all of its rows."""
+
+    def weights_changed(self) -> None:
+        """Read the weights again."""
+        if self.small and not has_whole_form(self._loaded):  # versions of adapters have become too many
+            self.decoder = self._choose()
+        else:
+            self.decoder.refresh()
 
     def worth_a_trunk(self, sequences: int, tokens: int) -> bool:
         """Whether so many sequences should share their first tokens in place, rather than by a copy for each."""

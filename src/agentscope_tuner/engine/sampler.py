@@ -207,7 +207,7 @@ class Sampler:
         if self._pending:
             raise RuntimeError("weights changed while completions were under way")
         self._join()  # nobody waits for what it draws, but it reads the weights
-        self._runner.decoder.refresh()
+        self._runner.weights_changed()
         self.policy_version = version
         self._forget()
 
