@@ -325,7 +325,7 @@ class WholeDecoder(NativeDecoder):
         super().refresh()
         self._tensors: list[Tensor] = []  # they are read by address
         self._over: tuple[KVCache, int] | None = None
-        self._voices = {adapter: number for number, adapter in enumerate(self._loaded.voices)}
+        self._voices = self._loaded.voices
         self._places = np.array([self._place(layer) for layer in self._layers])
         head = layer_weight(self._loaded.head, merged=True)
         self.draws = head.nbytes <= _SMALL_HEAD

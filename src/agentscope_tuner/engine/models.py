@@ -73,9 +73,9 @@ class LoadedModel:
         return () if self.model.dtype == torch.float32 else (SHARED_ADAPTER,)
 
     @property
-    def voices(self) -> tuple[str, ...]:
-        """What it is sampled with: the weights that all roles share, and those that each adapter or version makes."""
-        return ("", *self.adapters, *self.versions)
+    def voices(self) -> dict[str, int]:
+        """Numbers of what it is sampled with: the weights that all share, and those of each adapter and version."""
+        return {adapter: number for number, adapter in enumerate(("", *self.adapters, *self.versions))}
 
     @property
     def head(self) -> nn.Module:

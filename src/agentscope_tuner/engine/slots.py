@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
@@ -121,10 +121,10 @@ class Lineup:
 class Slots:
     """All slots and trunks, at first empty."""
 
-    def __init__(self, count: int, trunk_tokens: int, voices: Sequence[str]) -> None:
-        """Make `count` slots for these adapters; trunks may have `trunk_tokens` tokens together."""
+    def __init__(self, count: int, trunk_tokens: int, voices: Mapping[str, int]) -> None:
+        """Make `count` slots for adapters of these numbers; trunks may have `trunk_tokens` tokens together."""
         self._trunk_tokens = trunk_tokens
-        self._voices = {adapter: number for number, adapter in enumerate(voices)}
+        self._voices = voices
         self._clock = itertools.count(1)
         self._slots = [Slot(i) for i in range(count)]
         self._trunks: list[Trunk] = []
