@@ -59,7 +59,7 @@ from agentscope_tuner.event_loop import run_to_end
 from agentscope_tuner.policy import Sample, SamplingParams
 
 CONTEXT = 512
-_KERNELS = ("native_kernels", "gpu_kernels_for")
+_KERNELS = ("fast_forms.native_kernels", "decoder_choice.gpu_kernels_for")
 
 Requests = list[tuple[list[int], int]]
 """Prompts, and how many new tokens each is to have."""
@@ -129,7 +129,7 @@ def measure(
     reference = AutoModelForCausalLM.from_pretrained(random_model(size), dtype=torch.float32).eval().to(DEVICE)
     loaded, settings = load(size, dtype, CONTEXT, max_slots=len(prompts))
     samplers = {"ours": Sampler(loaded, settings)}
-    without = [patch(f"agentscope_tuner.engine.decoder.{kernels}", return_value=None) for kernels in _KERNELS]
+    without = [patch(f"agentscope_tuner.engine.{kernels}", return_value=None) for kernels in _KERNELS]
     with without[0], without[1]:
         samplers["eager"] = Sampler(*load(size, dtype, CONTEXT, max_slots=len(prompts)))
     version = 0

@@ -25,7 +25,7 @@ from agentscope_tuner.config import (
     RolesConfig,
     parse_config,
 )
-from agentscope_tuner.engine import decoder, native
+from agentscope_tuner.engine import fast_forms, native
 from agentscope_tuner.engine.decoder import ModuleDecoder, NativeDecoder, WholeDecoder
 from agentscope_tuner.engine.learner import Learner
 from agentscope_tuner.engine.models import LoadedModel, adapter_parameters, drop_version, keep_version, save_adapter
@@ -59,7 +59,7 @@ def test_roles_are_sampled_in_one_batch_with_their_own_adapters(
     tiny_model_dir: Path, kind: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if kind is NativeDecoder:
-        monkeypatch.setattr(decoder, "_SMALL_LAYER", 0)
+        monkeypatch.setattr(fast_forms, "_SMALL_LAYER", 0)
     loaded = with_adapters(tiny_model_dir)
     keep_version(loaded, "critic", "critic@0")
     sampler = start(loaded, fast_decoder=kind is not ModuleDecoder, max_slots=16)
@@ -84,7 +84,7 @@ def test_roles_are_sampled_in_one_batch_with_their_own_adapters(
 def test_too_many_voices_are_computed_beside_the_weights(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = with_adapters(tiny_model_dir)
     layers = [block.state_dict() for block in load(tiny_model_dir).model.get_decoder().layers]
-    monkeypatch.setattr(decoder, "_VOICES", 3 * sum(weight.nbytes for layer in layers for weight in layer.values()))
+    monkeypatch.setattr(fast_forms, "_VOICES", 3 * sum(weight.nbytes for layer in layers for weight in layer.values()))
     sampler = start(loaded)
     for number, kind in enumerate((WholeDecoder, WholeDecoder, NativeDecoder)):
         critic = "critic" if number == 0 else f"critic@{number}"

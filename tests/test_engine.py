@@ -32,10 +32,17 @@ from agentscope_tuner.algorithms.distributions import draw_tokens
 from agentscope_tuner.algorithms.losses import policy_loss
 from agentscope_tuner.algorithms.packing import pack
 from agentscope_tuner.config import AlgorithmConfig, EngineConfig, LoraConfig, TunerModelConfig
-from agentscope_tuner.engine import completions, decoder, model_runner, products
+from agentscope_tuner.engine import completions, fast_forms, model_runner, products
 from agentscope_tuner.engine.attention import SlotGroup, SlotLayout, SlotRows
 from agentscope_tuner.engine.completions import _Streams
-from agentscope_tuner.engine.decoder import FusedDecoder, ModuleDecoder, NativeDecoder, WholeDecoder, rms_norm
+from agentscope_tuner.engine.decoder import (
+    FusedDecoder,
+    ModuleDecoder,
+    NativeDecoder,
+    WholeDecoder,
+    cache_shape,
+    rms_norm,
+)
 from agentscope_tuner.engine.kv_cache import KVCache, PrefixStack
 from agentscope_tuner.engine.learner import Learner
 from agentscope_tuner.engine.models import layer_weight, load_model
@@ -243,7 +250,7 @@ def test_an_episode_that_goes_on_from_another_one_s_slot_keeps_to_its_own(tiny_m
 def test_what_sequences_share_has_its_place_in_the_budget(tiny_model_dir: Path) -> None:
     loaded = load(tiny_model_dir)
     expected = start(loaded, max_slots=4)
-    sequence_gb = 2 * math.prod(decoder.cache_shape(loaded)) * 4 * loaded.max_model_len / 1e9
+    sequence_gb = 2 * math.prod(cache_shape(loaded)) * 4 * loaded.max_model_len / 1e9
     tight = start(loaded, max_slots=4, kv_cache_gb=4.7 * sequence_gb)
     assert 0 < tight._runner.trunk_tokens < 400
 
@@ -411,7 +418,7 @@ def test_a_long_prompt_is_computed_beside_the_tokens_of_others(
     tiny_model_dir: Path, compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not compiled:
-        monkeypatch.setattr("agentscope_tuner.engine.decoder.native_kernels", lambda: None)
+        monkeypatch.setattr("agentscope_tuner.engine.fast_forms.native_kernels", lambda: None)
     loaded = load(tiny_model_dir, max_model_len=2500)
     sampler = start(loaded, draft_tokens=0, max_slots=3)
     short, long = [5] * 20, [7 + i % 50 for i in range(2000)]
@@ -445,7 +452,7 @@ def test_a_common_beginning_is_computed_beside_the_tokens_of_others(
     tiny_model_dir: Path, compiled: bool, cancelled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not compiled:
-        monkeypatch.setattr("agentscope_tuner.engine.decoder.native_kernels", lambda: None)
+        monkeypatch.setattr("agentscope_tuner.engine.fast_forms.native_kernels", lambda: None)
     loaded = load(tiny_model_dir, max_model_len=2500)
     sampler = start(loaded, draft_tokens=0, max_slots=6)
     beginning = [7 + i % 50 for i in range(2000)]
@@ -638,9 +645,9 @@ def test_fused_families_and_grouped_heads(
     monkeypatch.setattr(products, "bfloat16_is_slow", lambda: slow)
     monkeypatch.setattr(products, "_MANY", 4)
     if kind is FusedDecoder:
-        monkeypatch.setattr(decoder, "native_kernels", lambda: None)
+        monkeypatch.setattr(fast_forms, "native_kernels", lambda: None)
     if kind is NativeDecoder:
-        monkeypatch.setattr(decoder, "_SMALL_LAYER", 0)
+        monkeypatch.setattr(fast_forms, "_SMALL_LAYER", 0)
     directory = tiny_model_dir if family == "qwen3" else save_family(family, tiny_model_dir, tmp_path)
     engine = EngineConfig(device="cpu", dtype=dtype)
     loaded = load_model(TunerModelConfig(model_path=str(directory), max_model_len=512), engine)
@@ -742,7 +749,7 @@ def test_a_small_update_in_bfloat16_is_sampled(
 ) -> None:
     """Merged into weights of 8 bits, most of it would be rounded away."""
     if not compiled:
-        monkeypatch.setattr(decoder, "native_kernels", lambda: None)
+        monkeypatch.setattr(fast_forms, "native_kernels", lambda: None)
     engine = EngineConfig(device="cpu", dtype="bfloat16")
     lora = LoraConfig(rank=4, target_modules=["q_proj"])
     loaded = load_model(TunerModelConfig(model_path=str(tiny_model_dir), max_model_len=256, lora=lora), engine)
@@ -1023,7 +1030,7 @@ def test_layers_of_another_kind_are_run_step_by_step(
     if other == "bias":
         loaded.model.get_decoder().layers[-1].mlp.up_proj.bias = torch.nn.Parameter(torch.ones(48))
     if other == "large":
-        monkeypatch.setattr(decoder, "_SMALL_LAYER", 0)
+        monkeypatch.setattr(fast_forms, "_SMALL_LAYER", 0)
     assert type(choose_forward(loaded, native_kernels()).__self__) is TrainableDecoder
 
 

@@ -25,7 +25,14 @@ from agentscope_tuner.algorithms import Datum
 from agentscope_tuner.algorithms.distributions import draw_tokens
 from agentscope_tuner.algorithms.packing import pack
 from agentscope_tuner.config import AlgorithmConfig, EngineConfig, LoraConfig
-from agentscope_tuner.engine import decoder, flex_layout, gpu_kernels, gpu_learner_kernels, trainable
+from agentscope_tuner.engine import (
+    decoder_choice,
+    fast_forms,
+    flex_layout,
+    gpu_kernels,
+    gpu_learner_kernels,
+    trainable,
+)
 from agentscope_tuner.engine.completions import Drawing, Work
 from agentscope_tuner.engine.decoder import GpuDecoder
 from agentscope_tuner.engine.flex_layout import FlexLayout, visits
@@ -48,11 +55,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
 
     def take(there: bool) -> None:
         kernels = (lambda *_: GpuKernels()) if there else (lambda *_: None)
-        for module in (decoder, trainable):
+        for module in (decoder_choice, trainable):
             monkeypatch.setattr(module, "gpu_kernels_for", kernels)
 
-    monkeypatch.setattr(decoder, "native_kernels", lambda: None)
-    monkeypatch.setattr(decoder, "products_for", lambda *_: [PlainProducts()])
+    monkeypatch.setattr(fast_forms, "native_kernels", lambda: None)
+    monkeypatch.setattr(decoder_choice, "products_for", lambda *_: [PlainProducts()])
     take(True)
     return take
 

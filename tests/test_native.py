@@ -16,7 +16,7 @@ import torch
 from engine_tools import load, start
 
 from agentscope_tuner.algorithms.distributions import draw_tokens
-from agentscope_tuner.engine import attention, compiling, decoder, native
+from agentscope_tuner.engine import attention, compiling, fast_forms, native
 from agentscope_tuner.engine.learner import _EntryColumns, token_logprobs
 from agentscope_tuner.engine.trial import native_kernels
 from agentscope_tuner.policy import Sample, SamplingParams
@@ -82,7 +82,7 @@ def test_every_way_of_attention_samples_the_same(
         compiled = getattr(native.NativeKernels, how)
         monkeypatch.setattr(native.NativeKernels, how, lambda *args, **k: calls.append(1) or compiled(*args, **k))
         if how == "attend":  # layer by layer, as for models that are not small
-            monkeypatch.setattr(decoder, "_SMALL_LAYER", 0)
+            monkeypatch.setattr(fast_forms, "_SMALL_LAYER", 0)
         assert difference(sampled(tiny_model_dir, prompts), plain) < 1e-5
         assert calls
     else:

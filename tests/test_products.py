@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from agentscope_tuner.config import EngineConfig, TunerModelConfig
 from agentscope_tuner.engine import products, trial
 from agentscope_tuner.engine.attention import CausalLayout, RowLayout
-from agentscope_tuner.engine.decoder import choose_decoder
+from agentscope_tuner.engine.decoder_choice import choose_decoder
 from agentscope_tuner.engine.kv_cache import KVCache, PrefixStack
 from agentscope_tuner.engine.models import agree, load_model
 from agentscope_tuner.engine.native import NativeKernels, to_pairs, to_tiles, weight_tiles

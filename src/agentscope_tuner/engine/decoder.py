@@ -1,14 +1,13 @@
 """Two ways to run a model over a key-value cache: transformers' own modules, and a fused loop for common families.
 
 The fused loop reads the same weights, joins the projections that share an input, and keeps them packed for whatever
-multiplies by them. It is used only when it agrees with the modules on a probe.
+multiplies by them. It is used only where `decoder_choice` finds that it agrees with the modules.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from itertools import groupby, product
+from collections.abc import Sequence
+from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -17,25 +16,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from agentscope_tuner.config import EngineConfig
 from agentscope_tuner.engine.attention import CausalLayout, GpuRowLayout, RowLayout, SlotLayout
 from agentscope_tuner.engine.kv_cache import KVCache
-from agentscope_tuner.engine.models import SHARED_ADAPTER, LoadedModel, agree, layer_weight, low_rank_update
-from agentscope_tuner.engine.native import Job, NativeKernels, SmallModel, weight_tiles
-from agentscope_tuner.engine.products import PlainProducts, Products, computes_wide, linears, products_for
-from agentscope_tuner.engine.trial import native_kernels
+from agentscope_tuner.engine.models import SHARED_ADAPTER, LoadedModel, layer_weight, low_rank_update
+from agentscope_tuner.engine.native import Job, SmallModel, weight_tiles
+from agentscope_tuner.engine.products import PlainProducts, Products, computes_wide, linears
 
 if TYPE_CHECKING:
     from agentscope_tuner.engine.gpu_kernels import GpuKernels
 
-FUSED_FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
-"""Architectures made of RMSNorm, rotary attention (with or without query-key norms) and a gated MLP."""
-
-
-_SMALL_LAYER = 2**22
-"""A layer of at most so many bytes is small: it stays in the cache that a processor's core has for itself."""
-_VOICES = 2**28
-"""Most bytes of weights that adapters of a small model are merged into, each into a copy of its own."""
 _SMALL_HEAD = 2**24
 """A head of at most so many bytes may be read once for every few rows."""
 
@@ -192,7 +181,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 class FusedDecoder:
-    """A hand-written forward pass for `FUSED_FAMILIES`."""
+    """A hand-written forward pass for `fast_forms.FUSED_FAMILIES`."""
 
     def __init__(self, loaded: LoadedModel, products: Products) -> None:
         self._loaded = loaded
@@ -399,104 +388,3 @@ def cache_shape(loaded: LoadedModel) -> tuple[int, int, int]:
     kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return config.num_hidden_layers, kv_heads, head_dim
-
-
-def kernels_for(loaded: LoadedModel, engine: EngineConfig) -> NativeKernels | None:
-    """The compiled kernels, where they may be used and know the model's numbers."""
-    fits = engine.fast_decoder and loaded.device.type == "cpu" and loaded.model.dtype in (torch.float32, torch.bfloat16)
-    return native_kernels() if fits else None
-
-
-def gpu_kernels_for(loaded: LoadedModel, engine: EngineConfig) -> GpuKernels | None:
-    """Those for a GPU, where the model is on one and there is Triton."""
-    if not engine.fast_decoder or loaded.device.type != "cuda":
-        return None
-    try:
-        from agentscope_tuner.engine.gpu_kernels import GpuKernels
-    except ImportError:
-        return None
-    return GpuKernels()
-
-
-def has_fused_form(loaded: LoadedModel) -> bool:
-    """Whether the model is of a family that hand-written passes know."""
-    config = loaded.model.config
-    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    # The rules "dynamic" and "longrope" depend on the length of the whole sequence, so no table can hold them.
-    return config.model_type in FUSED_FAMILIES and rope not in ("dynamic", "longrope")
-
-
-@torch.no_grad()
-def choose_decoder(loaded: LoadedModel, rows: int, engine: EngineConfig) -> Decoder:
-    """The fastest decoder that computes what the model computes.
-
-    Args:
-        loaded: the model.
-        rows: typical batch size, for which weights are packed.
-        engine: says whether the fused decoders may be used.
-    """
-    modules = ModuleDecoder(loaded)
-    if not engine.fast_decoder or not has_fused_form(loaded):
-        return modules
-    kernels = kernels_for(loaded, engine)
-    # With every adapter, as they would sample; a model without any has one way to speak.
-    speakers = loaded.adapters or ("",)
-    expected = [_probe(modules, loaded, None, speaker) for speaker in speakers]
-    kinds: list[Callable[[LoadedModel, Products], FusedDecoder]] = [FusedDecoder if kernels is None else NativeDecoder]
-    if kernels is not None and has_whole_form(loaded):
-        kinds.insert(0, WholeDecoder)
-    # A layer is missing, or this PyTorch lacks the packed operators.
-    unusable: tuple[type[Exception], ...] = (AttributeError, RuntimeError)
-    if (on_gpu := gpu_kernels_for(loaded, engine)) is not None:
-        kinds.insert(0, partial(GpuDecoder, kernels=on_gpu))
-        unusable = (Exception,)  # or Triton cannot compile here, for any reason
-    for kind, products in product(kinds, products_for(loaded, rows, kernels)):
-        try:
-            candidate = kind(loaded, products)
-            found = [_probe(candidate, loaded, kernels, speaker) for speaker in speakers]
-        except unusable:
-            continue
-        if all(agree(*logits, loaded.model.dtype) for logits in zip(found, expected, strict=True)):
-            return candidate
-    return modules
-
-
-def is_small(loaded: LoadedModel) -> bool:
-    """Whether a layer stays in the cache that a processor's core has for itself."""
-    return _layer_size(loaded) <= _SMALL_LAYER
-
-
-def has_whole_form(loaded: LoadedModel) -> bool:
-    """Whether it is small, with all of its adapters merged."""
-    layers: int = loaded.model.config.num_hidden_layers
-    # In bfloat16 merging would round most of a small update away.
-    mergeable = loaded.model.dtype == torch.float32 or not loaded.unmerged
-    return mergeable and is_small(loaded) and (len(loaded.voices) - 1) * layers * _layer_size(loaded) <= _VOICES
-
-
-def _layer_size(loaded: LoadedModel) -> int:
-    """Bytes of a layer without adapters."""
-    parameters = loaded.model.get_decoder().layers[0].named_parameters()
-    return sum(parameter.nbytes for name, parameter in parameters if "lora_" not in name)
-
-
-def _probe(decoder: Decoder, loaded: LoadedModel, kernels: NativeKernels | None, speaker: str) -> Tensor:
-    """Logits (2 N, V) for two sequences of N tokens, with an adapter where there is one of this name."""
-    device, length = loaded.device, min(12, loaded.max_model_len)
-    probe = (torch.arange(2 * length, device=device) * 7919 % loaded.vocabulary).view(2, length)
-    positions = torch.arange(length, device=device).expand(2, length)
-    layout: CacheLayout = CausalLayout()
-    if kernels is not None or isinstance(decoder, GpuDecoder):
-        cache = KVCache(
-            cache_shape(loaded), 2, length, torch.empty(0, dtype=loaded.model.dtype, device=device), kernels
-        )
-        cache.reserve(length)
-        probe, positions = probe.reshape(-1, 1), positions.reshape(-1, 1)
-        own, slots = positions[:, 0].contiguous(), torch.arange(2, device=device).repeat_interleave(length)
-        if isinstance(decoder, GpuDecoder):
-            layout = GpuRowLayout(cache, decoder.kernels, own, slots)
-        else:
-            layout = RowLayout(cache, own, slots, torch.full_like(slots, -1))
-    with loaded.speaking_as(speaker):
-        hidden = decoder.hidden(probe, positions, layout, [(speaker, len(probe))])
-    return decoder.logits(hidden.reshape(2 * length, -1))

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from agentscope_tuner.algorithms.packing import pack
 from agentscope_tuner.config import EngineConfig
-from agentscope_tuner.engine.decoder import has_fused_form, is_small
+from agentscope_tuner.engine.fast_forms import has_fused_form, is_small
 from agentscope_tuner.engine.models import LoadedModel
 from agentscope_tuner.engine.trainable import TreePass, head_rows
 from agentscope_tuner.errors import ConfigError

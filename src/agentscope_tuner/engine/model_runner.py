@@ -29,15 +29,9 @@ from agentscope_tuner.engine.attention import (
     SlotRows,
 )
 from agentscope_tuner.engine.completions import Drawing, Lines, Work, count_up
-from agentscope_tuner.engine.decoder import (
-    Decoder,
-    GpuDecoder,
-    WholeDecoder,
-    cache_shape,
-    choose_decoder,
-    has_whole_form,
-    kernels_for,
-)
+from agentscope_tuner.engine.decoder import Decoder, GpuDecoder, WholeDecoder, cache_shape
+from agentscope_tuner.engine.decoder_choice import choose_decoder
+from agentscope_tuner.engine.fast_forms import has_whole_form, kernels_for
 from agentscope_tuner.engine.kv_cache import KVCache, PrefixStack
 from agentscope_tuner.engine.models import LoadedModel
 from agentscope_tuner.engine.native import Job, Outcome

@@ -16,14 +16,8 @@ from torch.autograd.function import once_differentiable
 from agentscope_tuner.algorithms.packing import PackedTree, pack
 from agentscope_tuner.config import EngineConfig
 from agentscope_tuner.engine.attention import CausalLayout, Layout
-from agentscope_tuner.engine.decoder import (
-    cache_shape,
-    gpu_kernels_for,
-    has_fused_form,
-    is_small,
-    kernels_for,
-    rotary_table,
-)
+from agentscope_tuner.engine.decoder import cache_shape, rotary_table
+from agentscope_tuner.engine.fast_forms import gpu_kernels_for, has_fused_form, is_small, kernels_for
 from agentscope_tuner.engine.flex_layout import FlexLayout, flex_works
 from agentscope_tuner.engine.learner_kernels import Heads, LearnerKernels
 from agentscope_tuner.engine.models import LoadedModel

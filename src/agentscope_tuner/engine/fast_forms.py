@@ -1,0 +1,67 @@
+"""Which fast ways of running a model there are, for what it is and for this machine: sampler and learner ask alike."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from agentscope_tuner.config import EngineConfig
+from agentscope_tuner.engine.models import LoadedModel
+from agentscope_tuner.engine.native import NativeKernels
+from agentscope_tuner.engine.trial import native_kernels
+
+if TYPE_CHECKING:
+    from agentscope_tuner.engine.gpu_kernels import GpuKernels
+
+FUSED_FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+"""Architectures made of RMSNorm, rotary attention (with or without query-key norms) and a gated MLP."""
+
+_SMALL_LAYER = 2**22
+"""A layer of at most so many bytes is small: it stays in the cache that a processor's core has for itself."""
+_VOICES = 2**28
+"""Most bytes of weights that adapters of a small model are merged into, each into a copy of its own."""
+
+
+def has_fused_form(loaded: LoadedModel) -> bool:
+    """Whether the model is of a family that hand-written passes know."""
+    config = loaded.model.config
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    # The rules "dynamic" and "longrope" depend on the length of the whole sequence, so no table can hold them.
+    return config.model_type in FUSED_FAMILIES and rope not in ("dynamic", "longrope")
+
+
+def is_small(loaded: LoadedModel) -> bool:
+    """Whether a layer stays in the cache that a processor's core has for itself."""
+    return _layer_size(loaded) <= _SMALL_LAYER
+
+
+def has_whole_form(loaded: LoadedModel) -> bool:
+    """Whether it is small, with all of its adapters merged."""
+    layers: int = loaded.model.config.num_hidden_layers
+    # In bfloat16 merging would round most of a small update away.
+    mergeable = loaded.model.dtype == torch.float32 or not loaded.unmerged
+    return mergeable and is_small(loaded) and (len(loaded.voices) - 1) * layers * _layer_size(loaded) <= _VOICES
+
+
+def _layer_size(loaded: LoadedModel) -> int:
+    """Bytes of a layer without adapters."""
+    parameters = loaded.model.get_decoder().layers[0].named_parameters()
+    return sum(parameter.nbytes for name, parameter in parameters if "lora_" not in name)
+
+
+def kernels_for(loaded: LoadedModel, engine: EngineConfig) -> NativeKernels | None:
+    """The compiled kernels, where they may be used and know the model's numbers."""
+    fits = engine.fast_decoder and loaded.device.type == "cpu" and loaded.model.dtype in (torch.float32, torch.bfloat16)
+    return native_kernels() if fits else None
+
+
+def gpu_kernels_for(loaded: LoadedModel, engine: EngineConfig) -> GpuKernels | None:
+    """Those for a GPU, where the model is on one and there is Triton."""
+    if not engine.fast_decoder or loaded.device.type != "cuda":
+        return None
+    try:
+        from agentscope_tuner.engine.gpu_kernels import GpuKernels
+    except ImportError:
+        return None
+    return GpuKernels()
