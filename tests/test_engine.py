@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from engine_tools import gradients, greedy, load, plain_logprobs, play, relative_difference, start
@@ -149,6 +150,22 @@ def test_rows_attended_together_see_what_each_sees_alone(
             q[row : row + 1, :, :count], keys[None], values[None], visible, scale=0.5, enable_gqa=True
         )
         torch.testing.assert_close(out[row, :count], alone[0].transpose(0, 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_room_in_the_cache_takes_memory_once_it_is_used(dtype: torch.dtype) -> None:
+    cache = KVCache((2, 2, 32), 64, 16384, torch.empty(0, dtype=dtype))
+    process = psutil.Process()
+    before = process.memory_info().rss
+    cache.reserve(8192)
+    tensors = [*cache.keys, *cache.values]
+    assert process.memory_info().rss - before < sum(tensor.nbytes for tensor in tensors) / 8
+    assert all(tensor.data_ptr() % 64 == 0 for tensor in tensors), "vectors do not lie across cache lines"
+    for tensor in tensors:
+        tensor[:, :, :8] = 1
+    cache.reserve(8256)
+    assert cache.capacity > 8192
+    assert all(tensor.sum() == 64 * 2 * 8 * 32 for tensor in (*cache.keys, *cache.values))
 
 
 def test_an_altered_token_is_noticed_before_any_update(tiny_model_dir: Path) -> None:

@@ -5,6 +5,9 @@ Shapes: K key-value heads, P shared-prefix tokens, d head size.
 
 from __future__ import annotations
 
+import math
+import mmap
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,6 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from agentscope_tuner.engine.native import TILE, NativeKernels
+
+# Elsewhere there is no other kind.
+_OWN_PAGES = {} if sys.platform == "win32" else {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}
 
 
 class KVCache:
@@ -44,22 +50,26 @@ class KVCache:
         self.token_size = self._kv_heads * self._head_dim
         """Numbers per token, in the keys as in the values of one layer."""
         self._like = like
-        self.keys = [self._empty(self._key_extents(0)) for _ in range(layers)]
-        self.values = [self._empty((0, self._head_dim)) for _ in range(layers)]
+        self.keys = [self._zeros(self._key_extents(0)) for _ in range(layers)]
+        self.values = [self._zeros((0, self._head_dim)) for _ in range(layers)]
         self._places = self._addresses()
 
-    def _empty(self, extents: tuple[int, ...]) -> Tensor:
-        return self._like.new_empty(self.slots, self._kv_heads, *extents)
+    def _zeros(self, extents: tuple[int, ...]) -> Tensor:
+        shape = (self.slots, self._kv_heads, *extents)
+        if self._like.device.type != "cpu":
+            return self._like.new_zeros(shape)
+        # PyTorch would write them all. Pages of the system's are zeros, and take time and memory once they are touched.
+        size = math.prod(shape) * self._like.itemsize
+        memory = torch.frombuffer(mmap.mmap(-1, max(1, size), **_OWN_PAGES), dtype=torch.uint8)
+        return memory[:size].view(self._like.dtype).view(shape)
 
     def _key_extents(self, tokens: int) -> tuple[int, ...]:
         """Of so many keys of a head: tokens and numbers, or tiles of them."""
         return (tokens, self._head_dim) if self.kernels is None else (-(-tokens // TILE), self._head_dim, TILE)
 
     def _grown(self, tensor: Tensor, extents: tuple[int, ...]) -> Tensor:
-        grown = self._empty(extents)
+        grown = self._zeros(extents)  # padding reaches keys that were never written: masked, but to be finite
         grown[:, :, : tensor.shape[2]] = tensor
-        # Padding reaches keys that were never written; they are masked, but must be finite.
-        grown[:, :, tensor.shape[2] :] = 0
         return grown
 
     def _addresses(self) -> Tensor:
