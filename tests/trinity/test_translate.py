@@ -13,7 +13,7 @@ from trinity.common.constants import SyncMethod, SyncStyle
 from trinity_workflows import scored
 
 from agentscope_tuner import doctor, tune
-from agentscope_tuner.backends.trinity.run import with_route
+from agentscope_tuner.backends.trinity.cluster import with_route
 from agentscope_tuner.backends.trinity.translate import check_settings, translate
 from agentscope_tuner.config import TunerConfig, load_config
 from agentscope_tuner.engine.reading import model_directory

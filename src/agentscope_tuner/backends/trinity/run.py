@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-import re
 import secrets
 import shutil
-import signal
-import socket
 import subprocess
 import sys
-import sysconfig
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +21,20 @@ from trinity.common.config import Config
 
 from agentscope_tuner.backends.evaluation import evaluate_policy
 from agentscope_tuner.backends.trinity import HAS_VLLM
+from agentscope_tuner.backends.trinity.cluster import (
+    Service,
+    check_workers,
+    end_process,
+    environment,
+    last_error,
+    running_ray,
+    running_service,
+    with_route,
+)
 from agentscope_tuner.backends.trinity.export import copy_model, download_model
 from agentscope_tuner.backends.trinity.recording import Progress, RunRecorder
 from agentscope_tuner.backends.trinity.spec import RunSpec
-from agentscope_tuner.backends.trinity.translate import check_settings, group_timeout_s, translate, uses_own_service
+from agentscope_tuner.backends.trinity.translate import check_settings, group_timeout_s, translate
 from agentscope_tuner.config import TunerConfig
 from agentscope_tuner.engine.reading import load_reader, model_directory
 from agentscope_tuner.errors import CheckpointError, ConfigError, TrainingStoppedError, TunerError
@@ -43,21 +47,6 @@ from agentscope_tuner.types import Episode, EvalResult, TuneResult
 from agentscope_tuner.workflow import JudgeRunner, WorkflowRunner
 
 _POLL_S = 0.5
-_SERVICE_START_S = 120.0
-_CLOSING_S = 20.0
-_CONNECT_S = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Service:
-    """A Tinker service."""
-
-    base_url: str
-    model: str
-    """What it calls its model."""
-    process: subprocess.Popen[bytes] | None
-    """None: not ours."""
-    folder: Path | None
 
 
 class TrinityRun:
@@ -108,14 +97,15 @@ class TrinityRun:
         Raises:
             TrainingStoppedError: Trinity did not do what was asked; says what it did.
         """
-        with _environment(self.config), self._ray() as address:
+        with environment(self.config), running_ray(self.config.trinity.ray_address, self._name) as address:
             gpus = int(ray.cluster_resources().get("GPU", 0))
             self.config = with_route(self.config, gpus=gpus, vllm=HAS_VLLM)
             check_settings(self.config)
-            self._check_cluster()
+            check_workers(self.config)
             done = self._resume(self.folder.prepare(self.config))
             self._write_tasks()
-            with self._service() as reach, self._recorder(done) as recorder, self.view:
+            serving = running_service(self.config, self.model_path, self.folder.config_path, self._own)
+            with serving as reach, self._recorder(done) as recorder, self.view:
                 if done < self.steps:
                     self._train(address, reach, recorder)
                 service = reach()
@@ -133,91 +123,6 @@ class TrinityRun:
         )
         self.view.summary(result)
         return result
-
-    # ----------------------------------------------------------------------------------------------- surroundings
-
-    @contextmanager
-    def _ray(self) -> Iterator[str]:
-        """Start Ray, or join it; yields its address."""
-        asked = self.config.trinity.ray_address
-        try:
-            host, _, port = asked.removeprefix("ray://").rpartition(":")
-            if host:  # Ray itself would try for minutes
-                socket.create_connection((host, int(port)), _CONNECT_S).close()
-            context = ray.init(address=asked, namespace=self._name, log_to_driver=False, configure_logging=False)
-        except (OSError, RuntimeError, ValueError) as exc:
-            raise ConfigError(
-                f"Ray cannot be reached at `trinity.ray_address={asked}`: {exc}; start it with `ray start --head`, or "
-                "set `local` to start it for this run"
-            ) from exc
-        try:
-            yield context.address_info["gcs_address"]
-        finally:
-            ray.shutdown()
-
-    def _check_cluster(self) -> None:
-        """Whether all workers reach the Tinker service, with its key: Ray logs what it would hand on itself.
-
-        Raises:
-            ConfigError: they do not.
-        """
-        if self.config.trinity.route != "tinker":
-            return
-        if uses_own_service(self.config) and sum(node["Alive"] for node in ray.nodes()) > 1:
-            raise ConfigError(
-                "the Tinker service of a run is reached from its own machine only, and Ray has several nodes; start "
-                "one with `astuner serve-tinker --host ...`, and set `model.tinker_config.base_url`"
-            )
-
-        # Not a function of this module: whoever runs it would have to import all that is imported here.
-        def digest_of_key() -> str:
-            return hashlib.sha256(os.environ.get("TINKER_API_KEY", "").encode()).hexdigest()
-
-        if ray.get(ray.remote(digest_of_key).remote()) != digest_of_key():
-            raise ConfigError(
-                "the Ray that runs already does not have this TINKER_API_KEY in its environment; export one "
-                "(`tml-` and any letters) before `ray start`, and here"
-            )
-
-    @contextmanager
-    def _service(self) -> Iterator[Callable[[], _Service | None]]:
-        """The Tinker service of this run, started where none is given; none with GPUs.
-
-        What is yielded waits until it is reached.
-
-        Raises:
-            TrainingStoppedError: it does not start.
-        """
-        if self.config.trinity.route != "tinker":
-            yield lambda: None
-            return
-        given = (self.config.model.tinker_config or {}).get("base_url")
-        if given:
-            os.environ["TINKER_BASE_URL"] = given
-            yield lambda: _Service(given, self.model_path, None, None)
-            return
-        folder = self._own / "service"
-        folder.mkdir(parents=True, exist_ok=True)
-        address = folder / "address.json"
-        address.unlink(missing_ok=True)
-        with (self._own / "service.log").open("ab") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "agentscope_tuner.tinker_service", str(self.folder.config_path), str(folder)],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,  # Ctrl-C is ours to handle
-            )
-
-        def reach() -> _Service:
-            told = _wait_for(address, process, self._own / "service.log")
-            os.environ["TINKER_BASE_URL"] = told["base_url"]
-            return _Service(told["base_url"], told["model"], process, folder)
-
-        try:
-            yield reach
-        finally:
-            _end(process)
 
     @contextmanager
     def _recorder(self, done: int) -> Iterator[Any]:
@@ -275,7 +180,7 @@ class TrinityRun:
 
     # ----------------------------------------------------------------------------------------------------- stage
 
-    def _stage(self, service: _Service | None, address: str, context: int) -> Config:
+    def _stage(self, service: Service | None, address: str, context: int) -> Config:
         stage = translate(
             self.config,
             model_path=self.model_path if service is None else service.model,
@@ -291,7 +196,7 @@ class TrinityRun:
         stage.ray_namespace = self._name
         return stage
 
-    def _train(self, address: str, reach: Callable[[], _Service | None], recorder: Any) -> None:
+    def _train(self, address: str, reach: Callable[[], Service | None], recorder: Any) -> None:
         """Run Trinity's stage in a process of its own, and watch it.
 
         Raises:
@@ -337,13 +242,10 @@ class TrinityRun:
                         f"nothing was heard of Trinity for {patience_s:.0f} s, which is `trinity.sync_timeout_s` and "
                         f"the time a group may take; its log is `{log_path}`"
                     )
-                if service is not None and service.process is not None and service.process.poll() is not None:
-                    raise TrainingStoppedError(
-                        f"the Tinker service ended with status {service.process.returncode}; see "
-                        f"`{self._own / 'service.log'}`"
-                    )
+                if service is not None:
+                    service.check()
         finally:
-            _end(process)
+            end_process(process)
         stop = stop or self._show(recorder)
         if service is not None:
             self._prune(service)
@@ -364,7 +266,7 @@ class TrinityRun:
             self.view.step_done(metrics)
         return now.stop
 
-    def _prune(self, service: _Service) -> None:
+    def _prune(self, service: Service) -> None:
         """Remove checkpoints beyond those to keep: Trinity's Tinker trainer removes none."""
         if service.folder is None:
             return
@@ -384,7 +286,7 @@ class TrinityRun:
         if min(explored, trained) >= self.steps:
             return
         error = (status or {}).get("error") or {}
-        cause = f"{error['type_name']}: {error['message'].strip().splitlines()[-1]}" if error else _last_error(log)
+        cause = f"{error['type_name']}: {error['message'].strip().splitlines()[-1]}" if error else last_error(log)
         raise TrainingStoppedError(
             f"Trinity did {explored} explorer and {trained} trainer steps of {self.steps} and ended with {code}; "
             f"{cause or 'it named no error'}; its log is `{log}`. Run the same experiment again to go on from its last "
@@ -416,7 +318,7 @@ class TrinityRun:
             await rollout.aclose()
             policy.close()
 
-    def _export(self, service: _Service | None, weights: Path) -> Path:
+    def _export(self, service: Service | None, weights: Path) -> Path:
         """The finished model as a Hugging Face directory in the run folder."""
         target = self.folder.checkpoints_dir / f"step_{self.steps}"
         if service is None:
@@ -428,61 +330,6 @@ class TrinityRun:
         else:
             copy_model(checkpoint_folder(service.folder, path), target)
         return target
-
-
-def with_route(config: TunerConfig, *, gpus: int, vllm: bool) -> TunerConfig:
-    """What `route: auto` means where Ray has so many GPUs, and vLLM is installed or not.
-
-    Raises:
-        ConfigError: `verl` is asked for where something that it needs is missing.
-    """
-    route = config.trinity.route
-    if route == "verl" and not gpus:
-        raise ConfigError("`trinity.route` is `verl`, but Ray has no GPU; use `tinker`, or a cluster that has some")
-    if route == "verl" and not vllm:
-        raise ConfigError("`trinity.route` is `verl`, but vLLM is not installed; `pip install vllm`, on every node")
-    if route == "auto":
-        route = "verl" if gpus and vllm and not config.model.sets("tinker_config") else "tinker"
-    return config.model_copy(update={"trinity": config.trinity.model_copy(update={"route": route})})
-
-
-@contextmanager
-def _environment(config: TunerConfig) -> Iterator[None]:
-    """What Ray's workers inherit, from before Ray starts: where to import from, and the key of this run's service."""
-    before = dict(os.environ)
-    installed = {sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    own = [path for path in sys.path if path and not any(Path(path).is_relative_to(base) for base in installed)]
-    inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*own, *filter(None, inherited)]))
-    if uses_own_service(config) and not os.environ.get("TINKER_API_KEY"):
-        os.environ["TINKER_API_KEY"] = f"tml-{secrets.token_urlsafe(24)}"
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-
-
-def _wait_for(address: Path, process: subprocess.Popen[bytes], log: Path) -> dict[str, str]:
-    deadline = time.monotonic() + _SERVICE_START_S
-    while not address.is_file():
-        if process.poll() is not None or time.monotonic() > deadline:
-            state = f"ended with status {process.poll()}" if process.poll() is not None else "did not answer"
-            raise TrainingStoppedError(f"the Tinker service {state}: {_last_error(log)}; see `{log}`")
-        time.sleep(0.1)
-    told: dict[str, str] = json.loads(address.read_text())
-    return told
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process and what it started."""
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGTERM)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(_CLOSING_S)
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
 
 def _step_of(folder: Path) -> int:
@@ -504,11 +351,3 @@ def _steps_done(meta: Path) -> int:
             f'`{meta}`, which Trinity writes, is torn; put `{{"latest_iteration": N}}` there, where `global_step_N` is '
             "the last checkpoint beside it, and run this again"
         ) from exc
-
-
-def _last_error(log: Path) -> str:
-    """The last line of a log that looks like an error."""
-    if not log.is_file():
-        return ""
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
-    return next((line for line in reversed(lines) if re.search(r"\b\w*(Error|Exception)\b", line)), "")
