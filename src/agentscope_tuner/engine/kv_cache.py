@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from agentscope_tuner.engine.native import TILE, NativeKernels
 
-# Elsewhere there is no other kind.
+# Of this process alone, and not shared with what it forks; Windows has no such choice.
 _OWN_PAGES = {} if sys.platform == "win32" else {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}
 
 
