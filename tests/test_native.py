@@ -18,7 +18,7 @@ from engine_tools import load, start
 from agentscope_tuner.algorithms.distributions import draw_tokens
 from agentscope_tuner.engine import attention, compiling, fast_forms, native
 from agentscope_tuner.engine.learner import _EntryColumns, token_logprobs
-from agentscope_tuner.engine.trial import native_kernels
+from agentscope_tuner.engine.trial import native_kernels, shortest_times
 from agentscope_tuner.policy import Sample, SamplingParams
 
 
@@ -169,6 +169,32 @@ def test_gates_of_any_size() -> None:
             torch.testing.assert_close(ours, theirs.to(dtype), rtol=1e-5 if dtype == torch.float32 else 2e-2, atol=1e-4)
     found = kernels.swiglu_backward(torch.ones_like(gate), gate, up)
     torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("kernel", ["attention", "its gradient", "gates", "their gradients", "drawing", "losses"])
+def test_numbers_that_lie_far_apart_take_no_longer(kernel: str) -> None:
+    kernels = native_kernels()
+    assert kernels is not None
+    torch.manual_seed(0)
+    stretches, spans = torch.tensor([[0, 256, 0, 0]]), torch.zeros(0, 2, dtype=torch.int64)
+    k, v = torch.randn(2, 256, 2, 32)
+    tokens, temperatures = torch.zeros(64, dtype=torch.int64), torch.ones(64)
+
+    def compute(scale: float) -> Callable[[], object]:
+        q, gate, logits = (scale * torch.randn(shape) for shape in ((256, 4, 32), (64, 2048), (64, 2048)))
+        out, logsums = kernels.tree_attend(q, k, v, stretches, spans)
+        ways: dict[str, Callable[[], object]] = {
+            "attention": lambda: kernels.tree_attend(q, k, v, stretches, spans),
+            "its gradient": lambda: kernels.tree_attend_backward(q, q, k, v, out, logsums, stretches, spans),
+            "gates": lambda: kernels.swiglu(gate, gate),
+            "their gradients": lambda: kernels.swiglu_backward(gate, gate, gate),
+            "drawing": lambda: kernels.draw(logits, temperatures, temperatures.double() / 2),
+            "losses": lambda: kernels.choose(logits, tokens, temperatures),
+        }
+        return ways[kernel]
+
+    near, far = shortest_times(compute(0.1), compute(100.0))
+    assert far < 2 * near
 
 
 def test_a_library_that_computes_something_else_is_not_used(

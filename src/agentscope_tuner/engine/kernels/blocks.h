@@ -234,7 +234,7 @@ int64_t draw_token(const T* x, float temperature, double uniform, int64_t vocabu
         const int64_t first = part * PART, end = std::min(first + PART, vocabulary);
         float sum = 0;
 #pragma omp simd reduction(+ : sum)
-        for (int64_t j = first; j < end; j++) sum += std::exp((number(x[j]) - most) * by);
+        for (int64_t j = first; j < end; j++) sum += exponential((number(x[j]) - most) * by);
         total += sums[part] = sum;
     }
     int64_t token = 0;
@@ -250,7 +250,7 @@ int64_t draw_token(const T* x, float temperature, double uniform, int64_t vocabu
             rest = sums[last];
         }
         const int64_t first = part * PART, n = std::min(PART, vocabulary - first);
-        for (int64_t j = 0; j < n; j++) weights[j] = std::exp((number(x[first + j]) - most) * by);
+        for (int64_t j = 0; j < n; j++) weights[j] = exponential((number(x[first + j]) - most) * by);
         for (int64_t j = 0; j < n && (weights[j] == 0 || rest >= 0); j++) {
             if (weights[j] > 0) token = first + j;
             rest -= weights[j];

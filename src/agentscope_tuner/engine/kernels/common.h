@@ -191,13 +191,20 @@ void add_product(const float* weights, int64_t across, int64_t down, B b, float*
                            std::min(TILE, n - first), d);
 }
 
+// Of less than this, an exponential is as good as zero, and `exponential` gives zero. Vectorized ones compute such
+// numbers one by one, which takes ten times as long; and a trained model has many of them, of scores and of logits that
+// lie far apart. No `std::max`, and no choice: a compiler may take these for branches, in one of which nothing is bounded.
+constexpr float LEAST = -87, LEAST_EXPONENTIAL = 2e-38f;
+
+inline float exponential(float x) { return std::fmax(std::exp(std::fmax(x, LEAST)) - LEAST_EXPONENTIAL, 0.0f); }
+
 // Softmax of the first n numbers, zero for the others up to `width`; returns the logarithm of the sum of exponentials.
 float softmax(float* __restrict x, int64_t n, int64_t width) {
     float most = x[0];
     for (int64_t i = 1; i < n; i++) most = std::max(most, x[i]);
     float sum = 0;
     for (int64_t i = 0; i < n; i++) {
-        x[i] = std::exp(x[i] - most);
+        x[i] = exponential(x[i] - most);
         sum += x[i];
     }
     const float scale = 1 / sum;
@@ -221,13 +228,13 @@ inline float bounded(float gate) { return std::max(gate, -80.0f); }
 
 inline float silu(float gate) {
     const float x = bounded(gate);
-    return x / (1 + std::exp(-x));
+    return x / (1 + exponential(-x));
 }
 
 // Gradients of `silu(gate) * up`, by that of it.
 template <class T>
 inline void gate_backward(float grad, float gate, float up, T* grad_gate, T* grad_up) {
-    const float x = bounded(gate), e = std::exp(-x), sigmoid = 1 / (1 + e);
+    const float x = bounded(gate), e = exponential(-x), sigmoid = 1 / (1 + e);
     put(grad_up, grad * x * sigmoid);
     // e * sigmoid = 1 - sigmoid, but not rounded
     put(grad_gate, grad * up * sigmoid * (1 + x * e * sigmoid));

@@ -199,7 +199,7 @@ extern "C" void tree_attend_backward(const float* grad, const float* q, const fl
                     const float log = logs[i];
 #pragma omp simd
                     for (int64_t t = 0; t < seen; t++) {
-                        p[t] = std::exp(p[t] - log);
+                        p[t] = exponential(p[t] - log);
                         change[t] = p[t] * (change[t] - product);
                     }
                     std::fill(p + seen, p + width, 0.0f);
@@ -290,9 +290,6 @@ void swiglu_backward(const T* grad, const T* gate, const T* up, T* grad_gate, T*
         gate_backward(number(grad[i]), number(gate[i]), number(up[i]), grad_gate + i, grad_up + i);
 }
 
-// The exponential of such a number is 0; so it is of minus infinity, which cannot be multiplied by that.
-constexpr float LEAST = -200;
-
 // For logits (rows, vocabulary) over temperatures (rows), where 0 counts as 1: the log-probability of each row's token,
 // the row's entropy, and the logarithm of its sum of exponentials.
 extern "C" void choose(const float* logits, const int64_t* tokens, const float* temperatures, float* logprobs,
@@ -310,7 +307,7 @@ extern "C" void choose(const float* logits, const int64_t* tokens, const float* 
             float sum = 0, weighed = 0;
 #pragma omp simd reduction(+ : sum, weighed)
             for (int64_t j = first; j < std::min(first + PART, vocabulary); j++) {
-                const float score = std::max((x[j] - most) * by, LEAST), weight = std::exp(score);
+                const float score = std::fmax((x[j] - most) * by, LEAST), weight = exponential(score);
                 sum += weight;
                 weighed += weight * score;
             }
@@ -335,8 +332,8 @@ extern "C" void choose_backward(const float* grad_logprobs, const float* grad_en
         const float chosen = grad_logprobs[row], spread = grad_entropies[row];
 #pragma omp simd
         for (int64_t j = 0; j < vocabulary; j++) {
-            const float logprob = std::max(x[j] * by - logsums[row], LEAST);
-            x[j] = -std::exp(logprob) * (chosen + spread * (logprob + entropies[row])) * by;
+            const float logprob = std::fmax(x[j] * by - logsums[row], LEAST);
+            x[j] = -exponential(logprob) * (chosen + spread * (logprob + entropies[row])) * by;
         }
         x[tokens[row]] += chosen * by;
     }
