@@ -221,6 +221,7 @@ struct Linear {
 // temperature 0 the likeliest one, and its log-probability at temperature 1.
 template <class T>
 int64_t draw_token(const T* x, float temperature, double uniform, int64_t vocabulary, float* logprob) {
+    constexpr float NEVER = 2e-38f;  // what is as unlikely is never drawn, so nothing is whose logit is minus infinity
     constexpr int64_t PART = 256;  // two levels keep the sums short: which part of the vocabulary, then which token
     thread_local std::vector<double> sums;
     float weights[PART];
@@ -229,12 +230,13 @@ int64_t draw_token(const T* x, float temperature, double uniform, int64_t vocabu
 #pragma omp simd reduction(max : most)
     for (int64_t j = 0; j < vocabulary; j++) most = std::max(most, number(x[j]));
     const float by = temperature > 0 ? 1 / temperature : 1;
+    const auto weight = [&](int64_t j) { return std::fmax(exponential((number(x[j]) - most) * by) - NEVER, 0.0f); };
     double total = 0;
     for (size_t part = 0; part < sums.size(); part++) {
         const int64_t first = part * PART, end = std::min(first + PART, vocabulary);
         float sum = 0;
 #pragma omp simd reduction(+ : sum)
-        for (int64_t j = first; j < end; j++) sum += exponential((number(x[j]) - most) * by);
+        for (int64_t j = first; j < end; j++) sum += weight(j);
         total += sums[part] = sum;
     }
     int64_t token = 0;
@@ -250,7 +252,7 @@ int64_t draw_token(const T* x, float temperature, double uniform, int64_t vocabu
             rest = sums[last];
         }
         const int64_t first = part * PART, n = std::min(PART, vocabulary - first);
-        for (int64_t j = 0; j < n; j++) weights[j] = exponential((number(x[first + j]) - most) * by);
+        for (int64_t j = 0; j < n; j++) weights[j] = weight(first + j);
         for (int64_t j = 0; j < n && (weights[j] == 0 || rest >= 0); j++) {
             if (weights[j] > 0) token = first + j;
             rest -= weights[j];

@@ -191,12 +191,12 @@ void add_product(const float* weights, int64_t across, int64_t down, B b, float*
                            std::min(TILE, n - first), d);
 }
 
-// Of less than this, an exponential is as good as zero, and `exponential` gives zero. Vectorized ones compute such
-// numbers one by one, which takes ten times as long; and a trained model has many of them, of scores and of logits that
-// lie far apart. No `std::max`, and no choice: a compiler may take these for branches, in one of which nothing is bounded.
-constexpr float LEAST = -87, LEAST_EXPONENTIAL = 2e-38f;
+// Of less than this, an exponential is as good as zero, and `exponential` gives that of this. Vectorized ones compute
+// such numbers one by one, which takes ten times as long; and a trained model has many of them, of scores and of logits
+// that lie far apart. No `std::max`: a compiler may take it for branches, in one of which nothing is bounded.
+constexpr float LEAST = -87;
 
-inline float exponential(float x) { return std::fmax(std::exp(std::fmax(x, LEAST)) - LEAST_EXPONENTIAL, 0.0f); }
+inline float exponential(float x) { return std::exp(std::fmax(x, LEAST)); }
 
 // Softmax of the first n numbers, zero for the others up to `width`; returns the logarithm of the sum of exponentials.
 float softmax(float* __restrict x, int64_t n, int64_t width) {
