@@ -307,6 +307,7 @@ extern "C" void choose(const float* logits, const int64_t* tokens, const float* 
             float sum = 0, weighed = 0;
 #pragma omp simd reduction(+ : sum, weighed)
             for (int64_t j = first; j < std::min(first + PART, vocabulary); j++) {
+                // Minus infinity times a weight of zero would be no number.
                 const float score = std::fmax((x[j] - most) * by, LEAST), weight = exponential(score);
                 sum += weight;
                 weighed += weight * score;
