@@ -197,6 +197,21 @@ def test_numbers_that_lie_far_apart_take_no_longer(kernel: str) -> None:
     assert far < 2 * near
 
 
+def test_what_is_no_number_stays_so() -> None:
+    kernels = native_kernels()
+    assert kernels is not None
+    torch.manual_seed(0)
+    logits, ones = torch.randn(8, 512), torch.ones(8)
+    logits[:, 100] = torch.nan
+    assert kernels.draw(logits, ones, ones.double() / 2)[1].isnan().all()
+    assert torch.stack(kernels.choose(logits, torch.zeros(8, dtype=torch.int64), ones)).isnan().all()
+    q, k, v = torch.randn(64, 4, 32), *torch.randn(2, 64, 2, 32)
+    k[10] = torch.nan
+    out, _ = kernels.tree_attend(q, k, v, torch.tensor([[0, 64, 0, 0]]), torch.zeros(0, 2, dtype=torch.int64))
+    assert out[10:].isnan().all()
+    assert not out[:10].isnan().any()
+
+
 def test_a_library_that_computes_something_else_is_not_used(
     empty_cache: Callable[[], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

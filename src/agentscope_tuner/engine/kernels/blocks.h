@@ -221,7 +221,6 @@ struct Linear {
 // temperature 0 the likeliest one, and its log-probability at temperature 1.
 template <class T>
 int64_t draw_token(const T* x, float temperature, double uniform, int64_t vocabulary, float* logprob) {
-    constexpr float NEVER = 2e-38f;  // what is as unlikely is never drawn, so nothing is whose logit is minus infinity
     constexpr int64_t PART = 256;  // two levels keep the sums short: which part of the vocabulary, then which token
     thread_local std::vector<double> sums;
     float weights[PART];
@@ -230,7 +229,15 @@ int64_t draw_token(const T* x, float temperature, double uniform, int64_t vocabu
 #pragma omp simd reduction(max : most)
     for (int64_t j = 0; j < vocabulary; j++) most = std::max(most, number(x[j]));
     const float by = temperature > 0 ? 1 / temperature : 1;
-    const auto weight = [&](int64_t j) { return std::fmax(exponential((number(x[j]) - most) * by) - NEVER, 0.0f); };
+    // Zero for what is as unlikely as exp(-87), so that nothing is drawn whose logit is minus infinity; by bits, like there.
+    const auto weight = [&](int64_t j) {
+        float e = exponential((number(x[j]) - most) * by);
+        uint32_t word;
+        std::memcpy(&word, &e, sizeof(word));
+        word &= 0 - static_cast<uint32_t>(word > 0x00d00000u);  // 1.9e-38
+        std::memcpy(&e, &word, sizeof(word));
+        return e;
+    };
     double total = 0;
     for (size_t part = 0; part < sums.size(); part++) {
         const int64_t first = part * PART, end = std::min(first + PART, vocabulary);

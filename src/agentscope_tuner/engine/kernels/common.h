@@ -191,12 +191,21 @@ void add_product(const float* weights, int64_t across, int64_t down, B b, float*
                            std::min(TILE, n - first), d);
 }
 
-// Of less than this, an exponential is as good as zero, and `exponential` gives that of this. Vectorized ones compute
-// such numbers one by one, which takes ten times as long; and a trained model has many of them, of scores and of logits
-// that lie far apart. No `std::max`: a compiler may take it for branches, in one of which nothing is bounded.
-constexpr float LEAST = -87;
+// x, or -87 where it is less: of less than that, an exponential is as good as zero. Vectorized ones compute such numbers
+// one by one, which takes ten times as long; and a trained model has many of them, of scores and of logits that lie far
+// apart. It goes by bits, since what is no number has to stay so; and without a choice, which a compiler may take for
+// branches, in one of which nothing is bounded.
+inline float bounded_below(float x) {
+    constexpr uint32_t LEAST = 0xc2ae0000u, INFINITE = 0xff800000u;  // -87 and minus infinity
+    uint32_t word;
+    std::memcpy(&word, &x, sizeof(word));
+    const uint32_t less = word - LEAST <= INFINITE - LEAST;
+    word ^= (word ^ LEAST) & (0 - less);
+    std::memcpy(&x, &word, sizeof(word));
+    return x;
+}
 
-inline float exponential(float x) { return std::exp(std::fmax(x, LEAST)); }
+inline float exponential(float x) { return std::exp(bounded_below(x)); }
 
 // Softmax of the first n numbers, zero for the others up to `width`; returns the logarithm of the sum of exponentials.
 float softmax(float* __restrict x, int64_t n, int64_t width) {

@@ -308,7 +308,7 @@ extern "C" void choose(const float* logits, const int64_t* tokens, const float* 
 #pragma omp simd reduction(+ : sum, weighed)
             for (int64_t j = first; j < std::min(first + PART, vocabulary); j++) {
                 // Minus infinity times a weight of zero would be no number.
-                const float score = std::fmax((x[j] - most) * by, LEAST), weight = exponential(score);
+                const float score = bounded_below((x[j] - most) * by), weight = exponential(score);
                 sum += weight;
                 weighed += weight * score;
             }
@@ -333,7 +333,7 @@ extern "C" void choose_backward(const float* grad_logprobs, const float* grad_en
         const float chosen = grad_logprobs[row], spread = grad_entropies[row];
 #pragma omp simd
         for (int64_t j = 0; j < vocabulary; j++) {
-            const float logprob = std::fmax(x[j] * by - logsums[row], LEAST);
+            const float logprob = bounded_below(x[j] * by - logsums[row]);
             x[j] = -exponential(logprob) * (chosen + spread * (logprob + entropies[row])) * by;
         }
         x[tokens[row]] += chosen * by;
