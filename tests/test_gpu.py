@@ -41,7 +41,7 @@ from agentscope_tuner.engine.gpu_learner_kernels import GpuLearnerKernels
 from agentscope_tuner.engine.kv_cache import KVCache
 from agentscope_tuner.engine.learner import Learner
 from agentscope_tuner.engine.model_runner import _tiles
-from agentscope_tuner.engine.models import SHARED_ADAPTER, LoadedModel
+from agentscope_tuner.engine.models import SHARED_ADAPTER, LoadedModel, keep_version
 from agentscope_tuner.engine.products import PlainProducts
 from agentscope_tuner.engine.tree_attention import TreeLayout
 from agentscope_tuner.engine.trial import native_kernels
@@ -313,17 +313,41 @@ def test_a_shared_adapter_is_read_where_it_was(
     monkeypatch.setattr(LoadedModel, "unmerged", property(lambda self: (SHARED_ADAPTER,)))
     loaded = load(tiny_model_dir, max_model_len=64, lora=LoraConfig(rank=4))
     sampler = start(loaded, max_slots=2)
-    updates = sampler._runner.decoder._layers[0].qkv._updates
-    before = [x.data_ptr() for update in updates.values() for x in update]
+    updates = sampler._runner.decoder._layers[0].qkv.joined
+    before = [x.data_ptr() for x in updates]
     assert before and sampler._runner.most_steps > 1
     greedy(sampler, [[5, 6, 7]], tokens=2)
     with torch.no_grad():
         for parameter in loaded.trainable_parameters().values():
             parameter.add_(0.1 * torch.randn_like(parameter))
     sampler.weights_changed(1)
-    assert before == [x.data_ptr() for update in updates.values() for x in update]
+    assert before == [x.data_ptr() for x in sampler._runner.decoder._layers[0].qkv.joined]
     calls = play(loaded, sampler, episodes=1, turns=1, tokens=4, shared=5)
     assert largest_gap(loaded, calls) < 1e-4
+
+
+def test_roles_with_adapters_take_the_same_steps(tiny_model_dir: Path, gpu: Callable[[bool], None]) -> None:
+    """Beside one another, with and without an adapter, after every change; recorded anew only where versions came."""
+    loaded = load(tiny_model_dir, max_model_len=128, lora=LoraConfig(rank=4), adapters=("solver", "critic"))
+    sampler = start(loaded, max_slots=4)
+    runner = sampler._runner
+    assert isinstance(runner.decoder, GpuDecoder) and runner.most_steps > 1
+    for critic in ("critic", "", "critic@2"):
+        with torch.no_grad():
+            for parameter in loaded.trainable_parameters().values():
+                parameter.normal_(0, 0.3)
+        if came := "@" in critic:
+            keep_version(loaded, "critic", critic)
+        recorded = [*runner._steps._recorded]
+        sampler.weights_changed(1)
+        assert [*runner._steps._recorded] == ([] if came else recorded)
+        by_role = {"solver": "solver", "critic": critic}
+        calls = play(loaded, sampler, episodes=4, turns=3, tokens=4, shared=20, mixed_params=False, adapters=by_role)
+        assert {call.adapter for call in calls} == {"solver", critic}
+        assert runner._steps._recorded
+        for call in calls:
+            with loaded.speaking_as(call.adapter):
+                assert largest_gap(loaded, [call]) < 1e-4
 
 
 def test_gradients_are_exact(tiny_model_dir: Path, gpu: Callable[[bool], None]) -> None:

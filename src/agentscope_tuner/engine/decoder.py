@@ -6,7 +6,8 @@ multiplies by them. It is used only where `decoder_choice` finds that it agrees 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Protocol
@@ -29,7 +30,29 @@ _SMALL_HEAD = 2**24
 """A head of at most so many bytes may be read once for every few rows."""
 
 CacheLayout = CausalLayout | SlotLayout | RowLayout | GpuRowLayout
-Speakers = Sequence[tuple[str, int]]
+
+
+class Voices:
+    """Who speaks in each row, for a GPU: it does the same whoever that is."""
+
+    def __init__(self, of_row: Tensor) -> None:
+        """Numbers (B,) of `LoadedModel.voices`."""
+        self._of_row = of_row
+        self._others: dict[tuple[tuple[str, int], ...], Tensor] = {}
+
+    def others(self, ranks: tuple[tuple[str, int], ...], voice_of: Tensor) -> Tensor:
+        """Whether columns are not of the row's own voice (B, R).
+
+        Args:
+            ranks: how many columns each adapter has; found again by that, as layers are alike.
+            voice_of: (R,) the number of each column's voice.
+        """
+        if ranks not in self._others:
+            self._others[ranks] = self._of_row[:, None] != voice_of
+        return self._others[ranks]
+
+
+Speakers = Sequence[tuple[str, int]] | Voices
 """The adapter of each of the layout's groups of rows, and how many rows it has. Empty: no role has one of its own."""
 
 
@@ -65,6 +88,7 @@ class ModuleDecoder:
         if not self._loaded.adapters or isinstance(layout, CausalLayout):
             return self._loaded.hidden_states(ids, positions, layout)
         assert not isinstance(layout, GpuRowLayout)
+        assert not isinstance(speakers, Voices)
         # The modules hold one adapter at a time.
         outs, row = [], 0
         for adapter, members in groupby(speakers, key=itemgetter(0)):
@@ -92,30 +116,59 @@ class _Linear:
         self.bias = torch.cat(given) if given else None
         self._products = products
         self._updates = {name: update for name in adapters if (update := _join_updates(layers, name)) is not None}
+        self._ranks = tuple((name, len(down)) for name, (down, _) in self._updates.items())
         self._outputs = len(weight)
         self.weight = products.pack(weight)
 
     def __call__(self, x: Tensor, speakers: Speakers = ()) -> Tensor:
         out = self._products.linear(x, self.weight, self.bias, self._outputs)
-        if self._updates:
-            row = 0
-            for adapter, rows in speakers or [(SHARED_ADAPTER, len(x))]:
-                if adapter in self._updates:
-                    down, up = self._updates[adapter]
-                    out[row : row + rows] += F.linear(F.linear(x[row : row + rows], down), up)
-                row += rows
+        if self._ranks:
+            self._update(out, x, speakers)
         return out
 
-    def assign(self, other: _Linear) -> None:
+    def _update(self, out: Tensor, x: Tensor, speakers: Speakers) -> None:
+        assert not isinstance(speakers, Voices)
+        row = 0
+        for adapter, rows in speakers or [(SHARED_ADAPTER, len(x))]:
+            if adapter in self._updates:
+                down, up = self._updates[adapter]
+                out[row : row + rows] += F.linear(F.linear(x[row : row + rows], down), up)
+            row += rows
+
+
+class _GpuLinear(_Linear):
+    """The same on a GPU: the updates of all adapters at once, of which each row takes its own.
+
+    So a step can be recorded whoever speaks in it, and has few kernels.
+    """
+
+    def __init__(
+        self, layers: Sequence[Any], adapters: Sequence[str], products: Products, voices: Mapping[str, int]
+    ) -> None:
+        """Join layers that read the same input; voices have numbers."""
+        super().__init__(layers, adapters, products)
+        self._tensors = [tensor for tensor in (self.weight, self.bias) if tensor is not None]
+        if self._updates:
+            downs, ups = zip(*self._updates.values(), strict=True)
+            numbers = [voices.get(name, -1) for name, rank in self._ranks for _ in range(rank)]
+            self.joined = torch.cat(downs), torch.cat(ups, 1), torch.tensor(numbers, device=self.weight.device)
+            """Down (R, in) and up (out, R) of all adapters, and whose voice each of the R is."""
+            self._tensors += self.joined
+            self._updates.clear()
+
+    def _update(self, out: Tensor, x: Tensor, speakers: Speakers) -> None:
+        down, up, voice_of = self.joined
+        parts = F.linear(x, down)
+        if isinstance(speakers, Voices):
+            parts.masked_fill_(speakers.others(self._ranks, voice_of), 0.0)
+        out.addmm_(parts, up.T)
+
+    def assign(self, other: _GpuLinear) -> None:
         """Take the numbers of another one of this form, and stay where it is; but not where adapters come or go."""
-        pairs = [(self.weight, other.weight), (self.bias, other.bias)]
-        if self._updates.keys() == other._updates.keys():
-            for name, update in self._updates.items():
-                pairs += zip(update, other._updates[name], strict=True)
-        else:
-            self._updates = other._updates
-        for mine, theirs in pairs:
-            if mine is not None and theirs is not None and mine.data_ptr() != theirs.data_ptr():
+        if self._ranks != other._ranks:
+            vars(self).update(vars(other))
+        for mine, theirs in zip(self._tensors, other._tensors, strict=True):
+            if mine.data_ptr() != theirs.data_ptr():
                 mine.copy_(theirs)
 
 
@@ -130,21 +183,21 @@ def _join_updates(layers: Sequence[nn.Module], adapter: str) -> tuple[Tensor, Te
     return (torch.cat(downs), torch.block_diag(*ups)) if downs else None
 
 
+_Join = Callable[[Sequence[nn.Module]], Any]
+"""Makes a `_Linear` of layers that read the same input."""
+
+
 class _Layer:
     """The weights of one transformer block."""
 
-    def __init__(self, block: Any, adapters: Sequence[str], products: Products) -> None:
+    def __init__(self, block: Any, join: _Join) -> None:
         attention, mlp = block.self_attn, block.mlp
-
-        def join(*layers: nn.Module) -> _Linear:
-            return _Linear(layers, adapters, products)
-
         self.norm_in = block.input_layernorm.weight.detach()
         self.norm_mid = block.post_attention_layernorm.weight.detach()
-        self.qkv = join(attention.q_proj, attention.k_proj, attention.v_proj)
-        self.out = join(attention.o_proj)
-        self.gate_up = join(mlp.gate_proj, mlp.up_proj)
-        self.down = join(mlp.down_proj)
+        self.qkv = join([attention.q_proj, attention.k_proj, attention.v_proj])
+        self.out = join([attention.o_proj])
+        self.gate_up = join([mlp.gate_proj, mlp.up_proj])
+        self.down = join([mlp.down_proj])
         self.norms: tuple[Tensor, Tensor] | None = None
         """Over the heads of queries and of keys."""
         if hasattr(attention, "q_norm"):
@@ -152,7 +205,7 @@ class _Layer:
         self.scaling = attention.scaling
 
     def assign(self, other: _Layer) -> None:
-        """See `_Linear.assign`. Norms are the model's own, so they are as they should be."""
+        """See `_GpuLinear.assign`. Norms are the model's own, so they are as they should be."""
         for name in ("qkv", "out", "gate_up", "down"):
             getattr(self, name).assign(getattr(other, name))
 
@@ -200,16 +253,18 @@ class FusedDecoder:
         """Read the weights again."""
         base = self._loaded.model.get_decoder()
         self._embedding = base.embed_tokens.weight.detach()
-        adapters = self._loaded.unmerged
-        self._layers = self._read_layers(adapters)
+        self._layers = self._read_layers()
         self._norm = base.norm.weight.detach()
-        self._head = _Linear([self._loaded.head], adapters, self._products)
+        self._head = self._joining()([self._loaded.head])
 
-    def _read_layers(self, adapters: Sequence[str]) -> list[_Layer]:
-        return [_Layer(block, adapters, self._layer_products()) for block in self._loaded.model.get_decoder().layers]
+    def _read_layers(self) -> list[_Layer]:
+        return [*self._layers_joined(self._joining())]
 
-    def _layer_products(self) -> Products:
-        return self._products
+    def _layers_joined(self, join: _Join) -> Iterator[_Layer]:
+        return (_Layer(block, join) for block in self._loaded.model.get_decoder().layers)
+
+    def _joining(self) -> _Join:
+        return partial(_Linear, adapters=self._loaded.unmerged, products=self._products)
 
     def _rotary_table(self) -> tuple[Tensor, Tensor]:
         return rotary_table(self._loaded)
@@ -242,7 +297,8 @@ class FusedDecoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(B, D) to (B, V)."""
-        return self._head(hidden)
+        logits: Tensor = self._head(hidden)
+        return logits
 
 
 class NativeDecoder(FusedDecoder):
@@ -284,10 +340,15 @@ class GpuDecoder(NativeDecoder):
         if not hasattr(self, "_layers"):
             super().refresh()
             return
-        adapters, products = self._loaded.unmerged, self._layer_products()
-        for block, layer in zip(self._loaded.model.get_decoder().layers, self._layers, strict=True):
-            layer.assign(_Layer(block, adapters, products))
-        self._head.assign(_Linear([self._loaded.head], adapters, products))
+        join = self._joining()
+        for mine, current in zip(self._layers, self._layers_joined(join), strict=True):  # one is there at a time
+            mine.assign(current)
+        self._head.assign(join([self._loaded.head]))
+
+    def _joining(self) -> _Join:
+        self.voices = self._loaded.voices
+        """Where others have come, not all of the weights are where they were."""
+        return partial(_GpuLinear, adapters=self._loaded.unmerged, products=self._products, voices=self.voices)
 
 
 class WholeDecoder(NativeDecoder):
@@ -297,15 +358,12 @@ class WholeDecoder(NativeDecoder):
     it does for those with low-rank updates: where roles have adapters, each is a voice with weights of its own.
     """
 
-    def _layer_products(self) -> Products:
-        return PlainProducts()
-
-    def _read_layers(self, adapters: Sequence[str]) -> list[_Layer]:
+    def _read_layers(self) -> list[_Layer]:
         """Those of each voice, one after the other."""
         layers: list[_Layer] = []
         for voice in self._loaded.voices:
             with self._loaded.speaking_as(voice):
-                layers += super()._read_layers(())
+                layers += self._layers_joined(partial(_Linear, adapters=(), products=PlainProducts()))
         return layers
 
     @torch.no_grad()
@@ -367,6 +425,7 @@ class WholeDecoder(NativeDecoder):
         self, ids: Tensor, positions: Tensor, layout: RowLayout, wanted: Tensor, speakers: Speakers
     ) -> Job[Tensor]:
         """Begin to run (B,) token ids at absolute positions: to hidden states (R, D) of the rows that are wanted."""
+        assert not isinstance(speakers, Voices)
         if len(ids):
             self.check(int(ids.min()), int(ids.max()))
         voices, counts = zip(*speakers or [("", len(ids))], strict=True)

@@ -18,6 +18,8 @@ from agentscope_tuner.engine.decoder import (
     GpuDecoder,
     ModuleDecoder,
     NativeDecoder,
+    Speakers,
+    Voices,
     WholeDecoder,
     cache_shape,
 )
@@ -80,6 +82,9 @@ def _probe(decoder: Decoder, loaded: LoadedModel, kernels: NativeKernels | None,
             layout = GpuRowLayout(cache, decoder.kernels, own, slots)
         else:
             layout = RowLayout(cache, own, slots, torch.full_like(slots, -1))
+    speakers: Speakers = [(speaker, len(probe))]
+    if isinstance(layout, GpuRowLayout):
+        speakers = Voices(torch.full_like(layout.slots, loaded.voices[speaker])) if speaker else ()
     with loaded.speaking_as(speaker):
-        hidden = decoder.hidden(probe, positions, layout, [(speaker, len(probe))])
+        hidden = decoder.hidden(probe, positions, layout, speakers)
     return decoder.logits(hidden.reshape(2 * length, -1))

@@ -29,7 +29,7 @@ from agentscope_tuner.engine.attention import (
     SlotRows,
 )
 from agentscope_tuner.engine.completions import Drawing, Lines, Work, count_up
-from agentscope_tuner.engine.decoder import Decoder, GpuDecoder, WholeDecoder, cache_shape
+from agentscope_tuner.engine.decoder import Decoder, GpuDecoder, Speakers, Voices, WholeDecoder, cache_shape
 from agentscope_tuner.engine.decoder_choice import choose_decoder
 from agentscope_tuner.engine.fast_forms import has_whole_form, kernels_for
 from agentscope_tuner.engine.kv_cache import KVCache, PrefixStack
@@ -153,8 +153,7 @@ class ModelRunner:
         self._steps: RecordedSteps | None = None
         if isinstance(self.decoder, GpuDecoder):
             self.cache.reserve(self.cache.limit)
-            if not (loaded.adapters or loaded.versions):  # where these differ, so do the rows that each has
-                self._steps = RecordedSteps(self.decoder, self.cache, _GPU_STEPS)
+            self._steps = RecordedSteps(self.decoder, self.cache, _GPU_STEPS)
         self.flat = kernels is not None or self._on_gpu is not None
         """Every token is a row of its own, and nothing is padded: compiled attention reads the keys and values of a
         sequence once for all of its rows."""
@@ -165,6 +164,8 @@ class ModelRunner:
             self.decoder = self._choose()
         else:
             self.decoder.refresh()
+        if self._steps is not None:
+            self._steps.weights_changed()
 
     def worth_a_trunk(self, sequences: int, tokens: int) -> bool:
         """Whether so many sequences should share their first tokens in place, rather than by a copy for each."""
@@ -293,12 +294,14 @@ class ModelRunner:
         hidden = self.decoder.hidden(ids[:, None], positions[:, None], layout, self._speakers_of(work))[:, 0]
         return hidden if len(work.wanted_tokens) == len(hidden) else hidden[torch.from_numpy(work.wanted_tokens)]
 
-    def _speakers_of(self, work: Work) -> list[tuple[str, int]]:
+    def _speakers_of(self, work: Work) -> Speakers:
+        if self._on_gpu is not None and self._loaded.adapters:
+            return Voices(torch.from_numpy(np.repeat(work.lineup.voice, work.counts)).to(self._device))
         return self._speakers(zip(work.lineup.slots, work.counts.tolist(), strict=True))
 
     def _speakers(self, rows: Iterable[tuple[Slot, int]]) -> list[tuple[str, int]]:
         """The adapters of neighbouring slots, and of how many rows each is."""
-        if not (self._loaded.adapters or self._loaded.versions):
+        if not self._loaded.adapters:
             return []
         return [
             (adapter, sum(count for _, count in run))

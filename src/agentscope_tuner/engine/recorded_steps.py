@@ -16,7 +16,7 @@ from torch import Tensor
 from agentscope_tuner.algorithms.distributions import temper, truncate
 from agentscope_tuner.engine.attention import GpuRowLayout
 from agentscope_tuner.engine.completions import Drawing, Work
-from agentscope_tuner.engine.decoder import GpuDecoder
+from agentscope_tuner.engine.decoder import GpuDecoder, Voices
 from agentscope_tuner.engine.kv_cache import KVCache
 
 _ROUNDED = 64
@@ -42,14 +42,22 @@ class RecordedSteps:
         def state(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=self._device)
 
-        # Of each row: its last token, where that is, and how the next ones are drawn.
-        self._tokens, self._own, self._slots, self._top_k = (state(rows) for _ in range(4))
+        # Of each row: its last token, where that is, who speaks, and how the next ones are drawn.
+        self._tokens, self._own, self._slots, self._voice, self._top_k = (state(rows) for _ in range(5))
         self._temperature, self._top_p = (state(rows, dtype=torch.float32) for _ in range(2))
         self._uniforms = state(most_steps, rows, dtype=torch.float64)
         self._step = state(1)
         self._drawn, self._logprobs = state(most_steps, rows), state(most_steps, rows, dtype=torch.float32)
         self._recorded: dict[tuple[int, bool], Callable[[], None]] = {}
         self._pool: Any = None
+        self._voices = decoder.voices
+
+    def weights_changed(self) -> None:
+        """Where adapters have come or gone, steps are recorded anew."""
+        if self._voices != self._decoder.voices:
+            self._voices = self._decoder.voices
+            self._recorded.clear()
+            self._pool = None
 
     @torch.inference_mode()
     def begin(self, work: Work, drawing: Drawing) -> Callable[[], tuple[np.ndarray, np.ndarray]]:
@@ -63,7 +71,7 @@ class RecordedSteps:
         # Rows beyond the last one repeat it: they write what it writes.
         each = np.minimum(np.arange(rows), count - 1)
         given = [(self._tokens, work.ids), (self._own, work.first), (self._slots, work.lineup.index)]
-        given.append((self._temperature, drawing.temperature[::steps]))
+        given += [(self._voice, work.lineup.voice), (self._temperature, drawing.temperature[::steps])]
         if drawing.truncates:
             given += [(self._top_k, drawing.top_k[::steps]), (self._top_p, drawing.top_p[::steps])]
         for state, values in given:
@@ -104,7 +112,8 @@ class RecordedSteps:
             state[:rows] for state in (self._tokens, self._own, self._slots, self._temperature)
         )
         layout = GpuRowLayout(self._cache, decoder.kernels, own, slots)
-        logits = decoder.logits(decoder.hidden(tokens[:, None], own[:, None], layout)[:, 0])
+        speakers = Voices(self._voice[:rows]) if len(decoder.voices) > 1 else ()
+        logits = decoder.logits(decoder.hidden(tokens[:, None], own[:, None], layout, speakers)[:, 0])
         if truncates:
             logits = truncate(temper(logits.float(), temperature), self._top_k[:rows], self._top_p[:rows])
             temperature = (temperature > 0).float()

@@ -99,6 +99,11 @@ class Lineup:
         return np.array([slot.index for slot in self.slots], np.int64)
 
     @cached_property
+    def voice(self) -> np.ndarray:
+        """(S,) of the slots."""
+        return np.array([slot.voice for slot in self.slots], np.int64)
+
+    @cached_property
     def trunks(self) -> list[Trunk]:
         """Those that the slots' tokens come after."""
         return list(dict.fromkeys(slot.trunk for slot in self.slots if slot.trunk is not None))
