@@ -150,6 +150,7 @@ class _GpuLinear(_Linear):
         self._tensors = [tensor for tensor in (self.weight, self.bias) if tensor is not None]
         if self._updates:
             downs, ups = zip(*self._updates.values(), strict=True)
+            # One that all share is nobody's voice, and everybody speaks with it.
             numbers = [voices.get(name, -1) for name, rank in self._ranks for _ in range(rank)]
             self.joined = torch.cat(downs), torch.cat(ups, 1), torch.tensor(numbers, device=self.weight.device)
             """Down (R, in) and up (out, R) of all adapters, and whose voice each of the R is."""
