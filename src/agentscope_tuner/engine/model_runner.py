@@ -283,7 +283,7 @@ class ModelRunner:
             tiles = torch.from_numpy(
                 _tiles(counts, self._on_gpu.rows_together(self._heads, self.cache.keys[0].shape[1]))
             )
-            ids, own, slots, tiles = (tensor.to(self._device) for tensor in (ids, own, slots, tiles))
+            ids, own, slots, tiles = map(self._sent, (ids, own, slots, tiles))
             return ids, own, GpuRowLayout(self.cache, self._on_gpu, own, slots, tiles)
         stack = self._stack(tuple(trunk.cache for trunk in lineup.trunks)) if lineup.trunks else None
         return ids, own + begun, RowLayout(self.cache, own, slots, trunk_of, stack)
@@ -292,11 +292,16 @@ class ModelRunner:
         """A row for each token: all keys and values are written before any are read."""
         ids, positions, layout = self._rows(work)
         hidden = self.decoder.hidden(ids[:, None], positions[:, None], layout, self._speakers_of(work))[:, 0]
-        return hidden if len(work.wanted_tokens) == len(hidden) else hidden[torch.from_numpy(work.wanted_tokens)]
+        wanted = work.wanted_tokens
+        return hidden if len(wanted) == len(hidden) else hidden[self._sent(torch.from_numpy(wanted))]
+
+    def _sent(self, tensor: Tensor) -> Tensor:
+        """On its way to the device: nobody waits for what that computes before."""
+        return tensor.to(self._device, non_blocking=True)
 
     def _speakers_of(self, work: Work) -> Speakers:
         if self._on_gpu is not None and self._loaded.adapters:
-            return Voices(torch.from_numpy(np.repeat(work.lineup.voice, work.counts)).to(self._device))
+            return Voices(self._sent(torch.from_numpy(np.repeat(work.lineup.voice, work.counts))))
         return self._speakers(zip(work.lineup.slots, work.counts.tolist(), strict=True))
 
     def _speakers(self, rows: Iterable[tuple[Slot, int]]) -> list[tuple[str, int]]:
@@ -364,5 +369,5 @@ class ModelRunner:
         temperature, top_k, top_p, uniform = map(torch.from_numpy, by)
         kernels = self.cache.kernels or self._on_gpu
         if kernels is not None and not drawing.truncates:
-            return kernels.draw(logits, temperature.to(self._device), uniform.to(self._device))
+            return kernels.draw(logits, self._sent(temperature), self._sent(uniform))
         return draw_tokens(logits.float(), temperature, top_k, top_p, uniform)
