@@ -53,7 +53,8 @@ class Voices:
 
 
 Speakers = Sequence[tuple[str, int]] | Voices
-"""The adapter of each of the layout's groups of rows, and how many rows it has. Empty: no role has one of its own."""
+"""The adapter of each of the layout's groups of rows, and how many rows it has; for a GPU, `Voices`. Empty: no role has
+an adapter of its own."""
 
 
 class Decoder(Protocol):
@@ -346,9 +347,12 @@ class GpuDecoder(NativeDecoder):
             mine.assign(current)
         self._head.assign(join([self._loaded.head]))
 
+    @property
+    def voices(self) -> Mapping[str, int]:
+        """Those of the model. Where others have come, not all of the weights are where they were."""
+        return self._loaded.voices
+
     def _joining(self) -> _Join:
-        self.voices = self._loaded.voices
-        """Where others have come, not all of the weights are where they were."""
         return partial(_GpuLinear, adapters=self._loaded.unmerged, products=self._products, voices=self.voices)
 
 

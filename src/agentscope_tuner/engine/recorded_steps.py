@@ -71,7 +71,9 @@ class RecordedSteps:
         # Rows beyond the last one repeat it: they write what it writes.
         each = np.minimum(np.arange(rows), count - 1)
         given = [(self._tokens, work.ids), (self._own, work.first), (self._slots, work.lineup.index)]
-        given += [(self._voice, work.lineup.voice), (self._temperature, drawing.temperature[::steps])]
+        given.append((self._temperature, drawing.temperature[::steps]))
+        if len(self._voices) > 1:
+            given.append((self._voice, work.lineup.voice))
         if drawing.truncates:
             given += [(self._top_k, drawing.top_k[::steps]), (self._top_p, drawing.top_p[::steps])]
         for state, values in given:
@@ -112,7 +114,7 @@ class RecordedSteps:
             state[:rows] for state in (self._tokens, self._own, self._slots, self._temperature)
         )
         layout = GpuRowLayout(self._cache, decoder.kernels, own, slots)
-        speakers = Voices(self._voice[:rows]) if len(decoder.voices) > 1 else ()
+        speakers = Voices(self._voice[:rows]) if len(self._voices) > 1 else ()
         logits = decoder.logits(decoder.hidden(tokens[:, None], own[:, None], layout, speakers)[:, 0])
         if truncates:
             logits = truncate(temper(logits.float(), temperature), self._top_k[:rows], self._top_p[:rows])
