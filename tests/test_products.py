@@ -15,7 +15,7 @@ from agentscope_tuner.engine.attention import CausalLayout, RowLayout
 from agentscope_tuner.engine.decoder_choice import choose_decoder
 from agentscope_tuner.engine.kv_cache import KVCache, PrefixStack
 from agentscope_tuner.engine.models import agree, load_model
-from agentscope_tuner.engine.native import NativeKernels, to_pairs, to_tiles, weight_tiles
+from agentscope_tuner.engine.native import NativeKernels, Way, to_pairs, to_tiles, weight_tiles
 from agentscope_tuner.engine.products import WideLinears, WideProducts, onednn_products
 from agentscope_tuner.engine.reading import model_directory
 from agentscope_tuner.engine.trial import native_kernels
@@ -62,12 +62,12 @@ def test_products_inside_are_float32() -> None:
     assert torch.allclose(grad, b.sum(0).expand_as(a), rtol=1e-5, atol=1e-5)
 
 
-@pytest.fixture(params=[False, True], ids=["widened", "in pairs"])
+@pytest.fixture(params=[*Way])
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> NativeKernels:
-    """Compiled ones that multiply bfloat16 in one of two ways; the processor may have only the first."""
+    """Compiled ones that multiply bfloat16 in one of these ways; the processor may have only the first."""
     compiled = native_kernels()
     assert compiled is not None
-    monkeypatch.setattr(compiled, "in_pairs", request.param)
+    monkeypatch.setattr(compiled, "way", request.param)
     return compiled
 
 
@@ -134,37 +134,38 @@ def test_what_modules_write_is_shared_copied_and_read_by_kernels(kernels: Native
         torch.testing.assert_close(found, expected[first:], rtol=error, atol=error)
 
 
-def test_pairs_are_used_where_they_are_right_and_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fastest", [*Way])
+def test_of_right_ways_the_fastest_is_used(fastest: Way, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = native_kernels()
     assert compiled is not None
-    monkeypatch.setattr(compiled, "in_pairs", compiled.in_pairs)  # and as it was again, in the end
+    monkeypatch.setattr(compiled, "way", compiled.way)  # and as it was again, in the end
     linear = NativeKernels.linear
 
     class Processor(NativeKernels):
-        has_pairs = True
-        slow = right = True
+        can = right = frozenset(Way)
+        asked = Way.ONE_BY_ONE
 
         @property
-        def in_pairs(self) -> bool:
-            return self.asked and self.has_pairs
+        def way(self) -> Way:
+            return self.asked
 
-        @in_pairs.setter
-        def in_pairs(self, wanted: bool) -> None:
-            self.asked = wanted
+        @way.setter
+        def way(self, wanted: Way) -> None:
+            self.asked = wanted if wanted in self.can else self.asked
 
         def linear(self, x: torch.Tensor, *args: object) -> torch.Tensor:
-            time.sleep(0.02 * (self.in_pairs == self.slow))
-            return linear(self, x if self.right else 2 * x, *args)
+            time.sleep(0.02 * (self.way is not fastest))
+            return linear(self, x if self.way in self.right else 2 * x, *args)
 
     processor = object.__new__(Processor)
     processor.__dict__.update(compiled.__dict__)
-    assert not trial._gains_by_pairs(processor)
-    processor.slow = False
-    assert trial._gains_by_pairs(processor)
-    processor.right = False
-    assert not trial._gains_by_pairs(processor)
-    processor.right, processor.has_pairs = True, False
-    assert not trial._gains_by_pairs(processor)
+    assert trial._fastest_way(processor) is fastest
+    if fastest is not Way.ONE_BY_ONE:
+        others = frozenset(Way) - {fastest}
+        processor.right = others
+        assert trial._fastest_way(processor) is not fastest
+        processor.right, processor.can = frozenset(Way), others
+        assert trial._fastest_way(processor) is not fastest
 
 
 def test_kernels_that_are_far_too_slow_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:

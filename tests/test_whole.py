@@ -15,18 +15,24 @@ from typing import Any
 import pytest
 import torch
 from engine_tools import greedy, load, plain_logprobs, play, start
+from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
+from agentscope_tuner.config import EngineConfig, TunerModelConfig
 from agentscope_tuner.engine import decoder, native
 from agentscope_tuner.engine import sampler as sampling
 from agentscope_tuner.engine.completions import Lines, Request
 from agentscope_tuner.engine.decoder import WholeDecoder
-from agentscope_tuner.engine.native import Job, NativeKernels, Outcome
+from agentscope_tuner.engine.models import load_model
+from agentscope_tuner.engine.native import Job, NativeKernels, Outcome, Way
 from agentscope_tuner.engine.sampler import _NO_SLOT, Sampler
 from agentscope_tuner.engine.slots import Slot
+from agentscope_tuner.engine.trial import native_kernels
 from agentscope_tuner.policy import Sample, SamplingParams
 from agentscope_tuner.types import ModelCall
 
 pytestmark = pytest.mark.usefixtures("kernels")
+
+NARROW = EngineConfig(device="cpu", dtype="bfloat16", max_slots=8)
 
 
 @pytest.fixture
@@ -108,6 +114,61 @@ def test_equal_bits_whatever_the_pieces(tiny_model_dir: Path, threads: None, mon
         loaded = load(tiny_model_dir)
         found.append([(call.completion_ids, call.logprobs) for call in play(loaded, start(loaded), mixed_params=False)])
     assert found[0] == found[1]
+
+
+@pytest.fixture(params=[*Way])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How products of bfloat16 are computed, as far as the processor can do it."""
+    compiled = native_kernels()
+    assert compiled is not None
+    monkeypatch.setattr(compiled, "way", request.param)
+
+
+@pytest.fixture(scope="module")
+def odd_model_dir(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its products end in the middle of registers, and it has biases."""
+    directory = tmp_path_factory.mktemp("odd-model")
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
+    tokenizer.save_pretrained(directory)
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=len(tokenizer), hidden_size=84, intermediate_size=160, num_hidden_layers=3, num_attention_heads=6,
+        num_key_value_heads=2, tie_word_embeddings=False,
+    )  # fmt: skip
+    model = Qwen2ForCausalLM(config)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter)
+    model.save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.usefixtures("way", "threads")
+@pytest.mark.parametrize("helpers", [0, 2])
+def test_threads_that_share_weights_compute_the_same(
+    helpers: int, odd_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens drawn by the head or from hidden states; what the model computes, but for rounding."""
+    kernels = native_kernels()
+    assert kernels is not None
+    torch.set_num_threads(1 + helpers)
+    loaded = load_model(TunerModelConfig(model_path=str(odd_model_dir), max_model_len=512), NARROW)
+    found = []
+    for shared, head in ((False, 2**24), (True, 2**24), (True, 0)):
+        monkeypatch.setattr(decoder, "is_small", lambda _, shared=shared: not shared)
+        monkeypatch.setattr(decoder, "_SMALL_HEAD", head)
+        sampler = Sampler(loaded, NARROW)
+        whole = sampler._runner.decoder
+        assert isinstance(whole, WholeDecoder)
+        assert whole._model.places[-2] == shared
+        found.append(play(loaded, sampler, episodes=12, mixed_params=False))
+    outcomes = [[(call.completion_ids, call.logprobs) for call in calls] for calls in found]
+    if kernels.way is not Way.ONE_BY_ONE:  # by which rows of one thread are not rounded
+        assert outcomes[0] == outcomes[1], "to the last bit"
+    reference = load(odd_model_dir)
+    for call in itertools.chain(*found[1:]):
+        gap = (torch.tensor(call.logprobs) - plain_logprobs(reference, call).detach()).abs().max()
+        assert gap < 0.05
 
 
 @pytest.mark.parametrize("seed", [0, 2**63 + 1, 2**70 + 3])

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from agentscope_tuner.engine.attention import CausalLayout, GpuRowLayout, RowLayout, SlotLayout
+from agentscope_tuner.engine.fast_forms import is_small
 from agentscope_tuner.engine.kv_cache import KVCache
 from agentscope_tuner.engine.models import SHARED_ADAPTER, LoadedModel, layer_weight, low_rank_update
 from agentscope_tuner.engine.native import Job, SmallModel, weight_tiles
@@ -386,7 +387,8 @@ class WholeDecoder(NativeDecoder):
             self._address(self._embedding), self._places.ctypes.data, len(self._layers) // len(self._voices),
             self._address(self._norm),
             *(self._linear(head, getattr(self._loaded.head, "bias", None)) if self.draws else [0] * 4),
-            *map(self._address, self._table), len(self._norm), self._heads, self._kv_heads, self._head_dim, 0,
+            *map(self._address, self._table), len(self._norm), self._heads, self._kv_heads, self._head_dim,
+            not is_small(self._loaded), 0,
         ]  # fmt: skip
         self._model = SmallModel(torch.tensor(model), self._norm, self._layers[0].scaling, self._eps)
         """The capacity of the cache comes last."""

@@ -47,7 +47,7 @@ def choose_decoder(loaded: LoadedModel, rows: int, engine: EngineConfig) -> Deco
     speakers = loaded.adapters or ("",)
     expected = [_probe(modules, loaded, None, speaker) for speaker in speakers]
     kinds: list[Callable[[LoadedModel, Products], FusedDecoder]] = [FusedDecoder if kernels is None else NativeDecoder]
-    if kernels is not None and has_whole_form(loaded):
+    if has_whole_form(loaded, engine):
         kinds.insert(0, WholeDecoder)
     # A layer is missing, or this PyTorch lacks the packed operators.
     unusable: tuple[type[Exception], ...] = (AttributeError, RuntimeError)

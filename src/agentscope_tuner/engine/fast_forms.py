@@ -8,7 +8,7 @@ import torch
 
 from agentscope_tuner.config import EngineConfig
 from agentscope_tuner.engine.models import LoadedModel
-from agentscope_tuner.engine.native import NativeKernels
+from agentscope_tuner.engine.native import TILE, NativeKernels, Way
 from agentscope_tuner.engine.trial import native_kernels
 
 if TYPE_CHECKING:
@@ -19,6 +19,8 @@ FUSED_FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 
 _SMALL_LAYER = 2**22
 """A layer of at most so many bytes is small: it stays in the cache that a processor's core has for itself."""
+_SHARED_LAYER = 2**24
+"""One of at most so many bytes is run as a whole, too, where registers for matrices make that the faster way."""
 _VOICES = 2**28
 """Most bytes of weights that adapters of a small model are merged into, each into a copy of its own."""
 
@@ -36,12 +38,23 @@ def is_small(loaded: LoadedModel) -> bool:
     return _layer_size(loaded) <= _SMALL_LAYER
 
 
-def has_whole_form(loaded: LoadedModel) -> bool:
-    """Whether it is small, with all of its adapters merged."""
-    layers: int = loaded.model.config.num_hidden_layers
+def has_whole_form(loaded: LoadedModel, engine: EngineConfig) -> bool:
+    """Whether compiled kernels run all of its layers in one call, with all of its adapters merged."""
+    kernels = kernels_for(loaded, engine)
     # In bfloat16 merging would round most of a small update away.
-    mergeable = loaded.model.dtype == torch.float32 or not loaded.unmerged
-    return mergeable and is_small(loaded) and (len(loaded.voices) - 1) * layers * _layer_size(loaded) <= _VOICES
+    if kernels is None or (loaded.model.dtype == torch.bfloat16 and loaded.unmerged):
+        return False
+    if not is_small(loaded):
+        return kernels.way is Way.IN_MATRICES and _layer_size(loaded) <= _SHARED_LAYER and _fills_tiles(loaded)
+    layers: int = loaded.model.config.num_hidden_layers
+    return (len(loaded.voices) - 1) * layers * _layer_size(loaded) <= _VOICES
+
+
+def _fills_tiles(loaded: LoadedModel) -> bool:
+    """Whether `ByColumns` in `kernels/passes.h` can multiply by its weights."""
+    config = loaded.model.config
+    narrow = loaded.model.dtype == torch.bfloat16
+    return narrow and config.hidden_size % 2 == 0 and config.intermediate_size % TILE == 0
 
 
 def _layer_size(loaded: LoadedModel) -> int:

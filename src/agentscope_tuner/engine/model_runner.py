@@ -138,6 +138,7 @@ class ModelRunner:
         self.trunk_tokens = int((engine.kv_cache_gb - slots * sequence_gb) * 1e9 / token_bytes)
         """How many tokens trunks may have together: what slots leave of the budget."""
         self._choose = functools.partial(choose_decoder, loaded, slots, engine)
+        self._has_whole_form = functools.partial(has_whole_form, loaded, engine)
         self.decoder: Decoder = self._choose()
         like = torch.empty(0, dtype=loaded.model.dtype, device=self._device)
         kernels = kernels_for(loaded, engine)
@@ -160,7 +161,7 @@ class ModelRunner:
 
     def weights_changed(self) -> None:
         """Read the weights again."""
-        if self.small and not has_whole_form(self._loaded):  # versions of adapters have become too many
+        if self.small and not self._has_whole_form():  # versions of adapters have become too many
             self.decoder = self._choose()
         else:
             self.decoder.refresh()

@@ -7,6 +7,7 @@ import itertools
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
@@ -19,7 +20,9 @@ from agentscope_tuner.engine.learner_kernels import LearnerKernels
 TILE = 32
 """Keys of so many tokens lie side by side in the cache, number by number."""
 _PIECE = 32
-"""About so many rows, at most, one thread takes through a small model at once."""
+"""About so many rows, at most, one thread takes through a model at once; ..."""
+_PIECE_IN_MATRICES = 64
+"""... and so many where products are computed by matrices, which are faster with more."""
 
 
 R = TypeVar("R")
@@ -85,6 +88,17 @@ class Outcome(ctypes.Structure):
         return dict(zip(self._slots[: self._count], map(bool, self._stopped[: self._count]), strict=True))
 
 
+class Way(IntEnum):
+    """How products of bfloat16 are computed, see `kernels/pairs.h`."""
+
+    ONE_BY_ONE = 0
+    """As floats."""
+    IN_PAIRS = 1
+    """Two numbers at a time, by an instruction for them."""
+    IN_MATRICES = 2
+    """As many as fit into registers that hold matrices."""
+
+
 class Job(Generic[R]):
     """What helpers of this thread compute. It has to be finished: until then it is being written to."""
 
@@ -121,20 +135,18 @@ class NativeKernels(LearnerKernels):
         self._learn = take("learn", 2, SIZE, SIZE)
         self._guess = take("guess", 5, SIZE, SIZE)
         self._multiply = take("multiply_bf16", 4, *[SIZE] * 3)
-        self._compute_in_pairs = take("compute_in_pairs", 0, SIZE, result=SIZE)
-        self.in_pairs = False
+        self._compute_by = take("compute_by", 0, SIZE, result=SIZE)
+        self.way = Way.ONE_BY_ONE
 
     @property
-    def in_pairs(self) -> bool:
-        """Whether products of bfloat16 are computed two numbers at a time, by an instruction for them.
+    def way(self) -> Way:
+        """How products of bfloat16 are computed. It stays what it is where the processor cannot do what is asked."""
+        return self._way
 
-        It stays false where the processor has none.
-        """
-        return self._in_pairs
-
-    @in_pairs.setter
-    def in_pairs(self, wanted: bool) -> None:
-        self._in_pairs = bool(self._compute_in_pairs(wanted))
+    @way.setter
+    def way(self, wanted: Way) -> None:
+        if self._compute_by(wanted):
+            self._way = wanted
 
     def attend(
         self, q: Tensor, keys: Tensor, values: Tensor, slots: Tensor, lengths: Tensor, trunks: Tensor, trunk_of: Tensor
@@ -223,8 +235,8 @@ class NativeKernels(LearnerKernels):
         hidden = model.norm.new_empty(len(wanted), len(model.norm))
         batch = array("q", [*addresses(*rows, wanted, trunks), len(rows[0]), trunks.shape[1], len(wanted)])
         job = self._begin_pass[model.norm.dtype](
-            model.places.data_ptr(), _place(batch), hidden.data_ptr(), _PIECE, torch.get_num_threads(), model.scaling,
-            model.eps,
+            model.places.data_ptr(), _place(batch), hidden.data_ptr(), self._piece(model), torch.get_num_threads(),
+            model.scaling, model.eps,
         )  # fmt: skip
         return Job(self._finish, job, hidden, (model, rows, trunks, wanted))
 
@@ -265,9 +277,13 @@ class NativeKernels(LearnerKernels):
         job = self._begin_decoding[model.norm.dtype](
             model.places.data_ptr(), *map(_place, (sheet, beside, going_on, copied)), trunks.data_ptr(),
             ctypes.addressof(outcome), len(active), len(copies), trunks.shape[1], guesses, least, steps,
-            _PIECE, torch.get_num_threads(), model.scaling, model.eps,
+            self._piece(model), torch.get_num_threads(), model.scaling, model.eps,
         )  # fmt: skip
         return Job(self._finish, job, outcome, (model, columns, trunks))
+
+    def _piece(self, model: SmallModel) -> int:
+        matrices = model.norm.dtype == torch.bfloat16 and self.way is Way.IN_MATRICES
+        return _PIECE_IN_MATRICES if matrices else _PIECE
 
     def linear(self, x: Tensor, tiles: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
         """A linear layer in bfloat16, computed in float32.
@@ -322,7 +338,12 @@ class NativeKernels(LearnerKernels):
 def to_tiles(keys: Tensor) -> Tensor:
     """Keys (..., T, d), T a multiple of `TILE`, as the cache holds them: (..., T / TILE, d, TILE), see `to_pairs`."""
     *outer, tokens, d = keys.shape
-    return to_pairs(keys.reshape(*outer, tokens // TILE, TILE, d).transpose(-1, -2)).contiguous()
+    # A pair moves as one number, which is far faster.
+    whole = F.pad(keys, (0, d % 2)).contiguous().view(torch.int32) if keys.dtype == torch.bfloat16 else keys
+    tiles = whole.reshape(*outer, tokens // TILE, TILE, whole.shape[-1]).transpose(-1, -2)
+    tiles = tiles.clone(memory_format=torch.contiguous_format)
+    rows = whole.shape[-1] * whole.element_size() // keys.element_size()
+    return tiles.view(keys.dtype).view(*outer, tokens // TILE, rows, TILE)
 
 
 def to_pairs(rows: Tensor) -> Tensor:

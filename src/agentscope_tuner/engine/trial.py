@@ -6,14 +6,14 @@ import ctypes
 import subprocess
 import time
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from agentscope_tuner.engine.compiling import compile_kernels
-from agentscope_tuner.engine.native import TILE, NativeKernels, to_pairs, to_tiles, weight_tiles
+from agentscope_tuner.engine.native import TILE, NativeKernels, Way, to_pairs, to_tiles, weight_tiles
 
 _TOLERANCE = 1e-5
 _MUCH_SLOWER = 10
@@ -29,7 +29,7 @@ def native_kernels() -> NativeKernels | None:
         return None
     if not (_agrees(kernels) and _keeps_up(kernels)):
         return None
-    kernels.in_pairs = _gains_by_pairs(kernels)
+    kernels.way = _fastest_way(kernels)
     return kernels
 
 
@@ -93,20 +93,24 @@ def _keeps_up(kernels: NativeKernels) -> bool:
     return ours < _MUCH_SLOWER * theirs
 
 
-def _gains_by_pairs(kernels: NativeKernels) -> bool:
-    """Whether products of bfloat16 are right when computed in pairs, and faster than in float32."""
-    kernels.in_pairs = True
-    if not (kernels.in_pairs and _agrees(kernels)):
-        return False
+def _fastest_way(kernels: NativeKernels) -> Way:
+    """How products of bfloat16 are computed fastest, of the ways that are right."""
+    ways = [Way.ONE_BY_ONE, *(way for way in (Way.IN_PAIRS, Way.IN_MATRICES) if _computes(kernels, way))]
     rows, inputs, outputs = 64, 512, 1024
     x, tiles = torch.ones(rows, inputs).bfloat16(), weight_tiles(torch.ones(outputs, inputs).bfloat16())
 
-    def multiply(in_pairs: bool) -> None:
-        kernels.in_pairs = in_pairs
+    def multiply(way: Way) -> None:
+        kernels.way = way
         kernels.linear(x, tiles, None, outputs)
 
-    by_pairs, one_by_one = shortest_times(lambda: multiply(True), lambda: multiply(False))
-    return by_pairs < one_by_one
+    times = shortest_times(*[partial(multiply, way) for way in ways])
+    return ways[times.index(min(times))]
+
+
+def _computes(kernels: NativeKernels, way: Way) -> bool:
+    """Whether products are computed in that way, and are right."""
+    kernels.way = way
+    return kernels.way is way and _agrees(kernels)
 
 
 def shortest_times(*ways: Callable[[], object]) -> list[float]:

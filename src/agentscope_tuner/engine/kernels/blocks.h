@@ -229,12 +229,12 @@ int64_t draw_token(const T* x, float temperature, double uniform, int64_t vocabu
 #pragma omp simd reduction(max : most)
     for (int64_t j = 0; j < vocabulary; j++) most = std::max(most, number(x[j]));
     const float by = temperature > 0 ? 1 / temperature : 1;
-    // Zero for what is as unlikely as exp(-87), so that nothing is drawn whose logit is minus infinity; by bits as well.
+    // Zero for what is as unlikely as exp(-75), so that nothing is drawn whose logit is minus infinity; by bits as well.
     const auto weight = [&](int64_t j) {
         float e = exponential((number(x[j]) - most) * by);
         uint32_t word;
         std::memcpy(&word, &e, sizeof(word));
-        word &= 0 - static_cast<uint32_t>(word > 0x00d00000u);  // 1.9e-38
+        word &= 0 - static_cast<uint32_t>(word > 0x09808333u);  // 3.1e-33
         std::memcpy(&e, &word, sizeof(word));
         return e;
     };

@@ -191,12 +191,13 @@ void add_product(const float* weights, int64_t across, int64_t down, B b, float*
                            std::min(TILE, n - first), d);
 }
 
-// x, or -87 where it is less: of less than that, an exponential is as good as zero. Vectorized ones compute such numbers
-// one by one, which takes ten times as long; and a trained model has many of them, of scores and of logits that lie far
-// apart. It goes by bits, since what is no number has to stay so; and without a choice, which a compiler may take for
+// x, or -75 where it is less: of less than that, an exponential is as good as zero. Vectorized ones compute numbers below
+// -87 one by one, which takes ten times as long; and some processors take as long to multiply by denormal numbers, which a
+// softmax's are if their sum is divided by. A trained model has many of them, of scores and of logits that lie far apart.
+// It goes by bits, since what is no number has to stay so; and without a choice, which a compiler may take for
 // branches, in one of which nothing is bounded.
 inline float bounded_below(float x) {
-    constexpr uint32_t LEAST = 0xc2ae0000u, INFINITE = 0xff800000u;  // -87 and minus infinity
+    constexpr uint32_t LEAST = 0xc2960000u, INFINITE = 0xff800000u;  // -75 and minus infinity
     uint32_t word;
     std::memcpy(&word, &x, sizeof(word));
     const uint32_t less = word - LEAST <= INFINITE - LEAST;

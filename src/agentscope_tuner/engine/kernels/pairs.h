@@ -8,12 +8,15 @@
 #pragma once
 
 #include "common.h"
+#include "matrices.h"
 
 #ifdef __AVX512BF16__
 #include <immintrin.h>
 #endif
 
-extern bool in_pairs;
+// One by one, as floats; two at a time; or as many as fit into registers that hold matrices.
+enum Way : int64_t { ONE_BY_ONE, IN_PAIRS, IN_MATRICES };
+extern Way way;
 
 namespace {
 
@@ -27,10 +30,11 @@ inline Lanes dot(Lanes sum, Words, Words) { return sum; }
 
 inline int64_t even(int64_t count) { return count + count % 2; }
 
-// Rows (m, d) of floats, `stride` apart, rounded: pairs (m, (d + 1) / 2), the last one filled up with zero.
+// Rows (m, d) of floats, `stride` apart, rounded: pairs (m, (d + 1) / 2), the last one filled up with zero. There is room
+// for more rows, up to a multiple of SIDE.
 const uint32_t* pair_rows(const float* rows, int64_t m, int64_t d, int64_t stride, std::vector<uint32_t>& room) {
     const int64_t half = even(d) / 2;
-    room.resize(m * half);
+    room.resize((m + SIDE - 1) / SIDE * SIDE * half);
     for (int64_t i = 0; i < m; i++) {
         Bf16* const to = reinterpret_cast<Bf16*>(&room[i * half]);
         const float* const from = rows + i * stride;
@@ -111,18 +115,28 @@ void dot_tile(const uint32_t* a, int64_t a_stride, const uint32_t* tile, int64_t
                             width, add);
 }
 
+// The same, by matrices as far as they go.
+void multiply_pairs(const uint32_t* a, const uint32_t* tile, int64_t stride, int64_t count, float* out,
+                    int64_t out_stride, int64_t m, int64_t width, bool add) {
+    const int64_t whole = way == IN_MATRICES ? count / SIDE * SIDE : 0;
+    if (whole > 0) multiply_matrices(a, count, tile, stride, whole, out, out_stride, m, width, add);
+    if (whole < count)
+        dot_tile<TOGETHER>(a + whole, count, tile + whole * stride, stride, count - whole, out, out_stride, m, width,
+                           add || whole > 0);
+}
+
 // out (m, n), rows of `stride` numbers, becomes a (m, d) times keys in tiles of pairs (any, d / 2, TILE, 2).
 void multiply_tiles(const float* a, const Bf16* tiles, float* out, int64_t m, int64_t n, int64_t d, int64_t stride) {
     thread_local std::vector<uint32_t> paired;
     thread_local std::vector<float> wide;
     const int64_t half = even(d) / 2;
-    const uint32_t* const rows = in_pairs ? pair_rows(a, m, d, d, paired) : nullptr;
+    const uint32_t* const rows = way == ONE_BY_ONE ? nullptr : pair_rows(a, m, d, d, paired);
     for (int64_t first = 0; first < n; first += TILE) {
         const Bf16* const tile = tiles + first * even(d);
         const int64_t width = std::min(TILE, n - first);
-        if (in_pairs)
-            dot_tile<TOGETHER>(rows, half, reinterpret_cast<const uint32_t*>(tile), TILE, half, out + first, stride, m,
-                               width, false);
+        if (way != ONE_BY_ONE)
+            multiply_pairs(rows, reinterpret_cast<const uint32_t*>(tile), TILE, half, out + first, stride, m, width,
+                           false);
         else if (m > TOGETHER)
             score_tile<TOGETHER>(a, widened({tile, TILE}, d, TILE, wide), out + first, m, width, d, stride);
         else
@@ -139,7 +153,7 @@ void add_values(const float* weights, int64_t stride, const Bf16* values, float*
     for (int64_t first = 0; first < n; first += PART) {
         const int64_t count = std::min(PART, n - first), half = even(count) / 2;
         const Bf16* const part = values + first * d;
-        if (!in_pairs) {
+        if (way == ONE_BY_ONE) {
             if (m > TOGETHER)
                 add_product(weights + first, 1, stride, widened({part, d}, count, d, wide), out, d, m, count, d);
             else
@@ -149,13 +163,12 @@ void add_values(const float* weights, int64_t stride, const Bf16* values, float*
         const uint32_t* const rows = pair_rows(weights + first, m, count, stride, paired);
         const uint32_t* const pairs = reinterpret_cast<const uint32_t*>(part);
         int64_t j = 0;
-        for (; j + TILE <= d; j += TILE)
-            dot_tile<TOGETHER>(rows, half, pairs + j, d, half, out + j, d, m, TILE, true);
+        for (; j + TILE <= d; j += TILE) multiply_pairs(rows, pairs + j, d, half, out + j, d, m, TILE, true);
         if (j == d) continue;
         rest.assign(half * TILE, 0);  // what is left is read in whole tiles, too
         for (int64_t t = 0; t < half; t++)
             std::memcpy(&rest[t * TILE], pairs + t * d + j, (d - j) * sizeof(uint32_t));
-        dot_tile<TOGETHER>(rows, half, rest.data(), TILE, half, out + j, d, m, d - j, true);
+        multiply_pairs(rows, rest.data(), TILE, half, out + j, d, m, d - j, true);
     }
 }
 

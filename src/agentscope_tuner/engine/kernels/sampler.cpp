@@ -9,7 +9,7 @@
 
 #include "blocks.h"
 
-bool in_pairs = false;
+Way way = ONE_BY_ONE;
 
 namespace {
 
@@ -24,6 +24,7 @@ void multiply(const Linear<T>& linear, const T* x, T* out, int64_t rows) {
     const std::unique_ptr<float[]> wide(new float[rows * inputs]);
 #pragma omp parallel
     {
+        const Matrices matrices(way == IN_MATRICES);
         float product[ROWS * TILE];
 #pragma omp for schedule(static)
         for (int64_t row = 0; row < rows; row++)
@@ -54,11 +55,15 @@ template <class T>
 void attend(const float* q, T* out, const Attention<T>& attention, int64_t rows) {
     const auto blocks = attention.blocks(0, rows);
     const int64_t kv_heads = attention.cache.kv_heads;
-#pragma omp parallel for schedule(dynamic, 1)
-    for (int64_t work = 0; work < static_cast<int64_t>(blocks.size()) * kv_heads; work++) {
-        const auto& block = blocks[work / kv_heads];
-        const int64_t at = block.first * attention.row_size();
-        attention.attend(q + at, out + at, block, work % kv_heads);
+#pragma omp parallel
+    {
+        const Matrices matrices(way == IN_MATRICES);
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t work = 0; work < static_cast<int64_t>(blocks.size()) * kv_heads; work++) {
+            const auto& block = blocks[work / kv_heads];
+            const int64_t at = block.first * attention.row_size();
+            attention.attend(q + at, out + at, block, work % kv_heads);
+        }
     }
 }
 
@@ -100,10 +105,12 @@ extern "C" void multiply_bf16(const Bf16* x, const Bf16* tiles, const Bf16* bias
     multiply(Linear<Bf16>{tiles, bias, inputs, outputs}, x, out, rows);
 }
 
-// Whether products of bfloat16 are computed in pairs, which not every processor can; returns whether they are.
-extern "C" int64_t compute_in_pairs(int64_t wanted) {
-    in_pairs = HAS_PAIRS && wanted;
-    return in_pairs;
+// How products of bfloat16 are computed, which not every processor can do in every way; returns whether it can.
+extern "C" int64_t compute_by(int64_t wanted) {
+    if (wanted != ONE_BY_ONE && !HAS_PAIRS) return false;
+    if (wanted == IN_MATRICES && !matrices_granted()) return false;
+    way = static_cast<Way>(wanted);
+    return true;
 }
 
 // `Cache::copy` in all layers: of the addresses in `tensors`, those of keys come before those of values.

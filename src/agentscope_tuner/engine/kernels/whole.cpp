@@ -4,170 +4,15 @@
 // are cut into pieces, and one thread takes a piece through all layers. Whoever begins may do something else while
 // helpers compute, and joins them when it needs the results.
 
-#include <atomic>
 #include <memory>
 #include <tuple>
 #include <utility>
 
-#include "blocks.h"
 #include "drafts.h"
+#include "passes.h"
 #include "team.h"
 
 namespace {
-
-template <class T>
-struct Layer {
-    const T *norm_in, *norm_mid, *q_norm, *k_norm;
-    Linear<T> qkv, out, gate_up, down;
-    T *keys, *values;
-};
-
-template <class T>
-struct Model {
-    const T* embedding;
-    const Layer<T>* layers;  // those of one voice after those of the other; keys and values are the same
-    int64_t count;           // of each voice
-    const T* norm;
-    Linear<T> head;
-    const float *cosines, *sines;  // (positions, d)
-    int64_t width, heads, kv_heads, d, capacity;
-};
-
-// New tokens, a row for each; those of a slot are neighbours, in their order, and so are those of a voice.
-struct Batch {
-    const int64_t *ids, *positions, *slots, *own, *lengths, *trunk_of, *voices, *wanted;
-    const Trunk* trunks;  // as many for each layer
-    int64_t rows, trunk_count, wanted_count;
-};
-
-// What is drawn for the rows that are wanted, and by what.
-struct Drawing {
-    const float* temperatures;
-    const double* uniforms;
-    int64_t* tokens;
-    float* logprobs;
-};
-
-// All layers for a batch. `hidden` (wanted, width) gets final hidden states, unless it is missing; and where there are
-// temperatures, a token is drawn for each of them.
-template <class T>
-class Pass : public Job {
-   public:
-    Pass(const Model<T>& model, float scaling, float eps, int64_t most, int64_t threads)
-        : Job(threads - 1), model(model), scaling(scaling), eps(eps), most(most), threads(threads) {}
-
-    void take(const Batch& next, const Drawing& by, T* to) {
-        batch = next;
-        drawing = by;
-        hidden = to;
-        cuts.clear();
-        const int64_t rounds = (batch.rows + threads * most - 1) / (threads * most);
-        for (int64_t start = 0, stop = 0; start < batch.rows; start = stop) {
-            while (stop < batch.rows && batch.voices[stop] == batch.voices[start]) stop++;
-            const int64_t rows = stop - start, wanted = (rows * threads * rounds + batch.rows - 1) / batch.rows;
-            for (int64_t number = 0, row = start; row < stop; number++) {
-                cuts.push_back(row);
-                const int64_t end = std::max(row + 1, start + rows * (number + 1) / wanted), limit = end + most;
-                // Rows of one slot stay together, unless they are many.
-                for (row = end; row < std::min(stop, limit) && batch.slots[row] == batch.slots[row - 1];) row++;
-                if (row == limit) row = end;
-            }
-        }
-        pieces = cuts.size();
-        cuts.push_back(batch.rows);
-        written.reset(new std::atomic<int64_t>[pieces]());
-    }
-
-   protected:
-    bool advance() override { return false; }  // its pieces are one step
-
-    void piece(int64_t which) override {
-        thread_local std::vector<float> sums, in, joined, queries, gated, change;
-        const int64_t first = cuts[which], n = cuts[which + 1] - first, width = model.width;
-        const Cache<T> cache{nullptr, nullptr, model.kv_heads, model.capacity, model.d};
-        Attention<T> attention{cache, batch.trunks, batch.trunk_of, batch.slots, batch.lengths,
-                               model.heads / model.kv_heads};
-        Heads<T> heads{nullptr, nullptr, model.cosines, model.sines, batch.positions, batch.slots, batch.own, cache,
-                       model.heads, scaling, eps};
-        const Layer<T>* const layers = model.layers + batch.voices[first] * model.count;
-        const auto blocks = attention.blocks(first, first + n);
-        const int64_t q_size = attention.row_size();
-        sums.resize(n * width);
-        in.resize(n * width);
-        change.resize(n * width);
-        queries.resize(n * q_size);
-        for (int64_t i = 0; i < n; i++)
-            for (int64_t j = 0; j < width; j++)
-                sums[i * width + j] = number(model.embedding[batch.ids[first + i] * width + j]);
-        for (int64_t index = 0; index < model.count; index++) {
-            const Layer<T>& layer = layers[index];
-            const int64_t inner = layer.down.inputs;
-            attention.cache.keys = heads.cache.keys = layer.keys;
-            attention.cache.values = heads.cache.values = layer.values;
-            attention.trunks = batch.trunks + index * batch.trunk_count;
-            heads.q_norm = layer.q_norm;
-            heads.k_norm = layer.k_norm;
-            joined.resize(n * std::max(layer.qkv.outputs, 2 * inner));
-            gated.resize(n * inner);
-            for (int64_t i = 0; i < n; i++)
-                add_norm<float>(&sums[i * width], nullptr, layer.norm_in, &in[i * width], width, eps);
-            layer.qkv(in.data(), joined.data(), n);
-            for (int64_t i = 0; i < n; i++)
-                heads.split(&joined[i * layer.qkv.outputs], &queries[i * q_size], first + i);
-            written[which].store(index + 1, std::memory_order_release);
-            // Whoever does earlier pieces never waits for later ones.
-            for (int64_t before = which; before > 0 && batch.slots[cuts[before] - 1] == batch.slots[first]; before--)
-                while (written[before - 1].load(std::memory_order_acquire) <= index) std::this_thread::yield();
-            for (const auto& block : blocks) {
-                float* const at = &queries[(block.first - first) * q_size];
-                for (int64_t head = 0; head < model.kv_heads; head++) attention.attend(at, at, block, head);
-            }
-            layer.out(queries.data(), change.data(), n);
-            for (int64_t i = 0; i < n; i++)
-                add_norm(&sums[i * width], &change[i * width], layer.norm_mid, &in[i * width], width, eps);
-            layer.gate_up(in.data(), joined.data(), n);
-            for (int64_t i = 0; i < n; i++) gate_joined(&joined[i * 2 * inner], &gated[i * inner], inner);
-            layer.down(gated.data(), change.data(), n);
-            for (int64_t i = 0; i < n * width; i++) sums[i] += change[i];
-        }
-        deliver(first, n, sums.data(), in.data());
-    }
-
-    const Model<T> model;
-
-   private:
-    // What is wanted of a piece: its rows from `first` on, whose sums (n, width) are complete.
-    void deliver(int64_t first, int64_t n, float* sums, float* normed) const {
-        constexpr int64_t TOGETHER_DRAWN = 16;  // rows whose logits stay in a processor's cache
-        thread_local std::vector<float> logits;
-        const int64_t width = model.width, vocabulary = model.head.outputs;
-        const int64_t *const all = batch.wanted, *const none = all + batch.wanted_count;
-        const int64_t from = std::lower_bound(all, none, first) - all, to = std::lower_bound(all, none, first + n) - all;
-        for (int64_t k = from; k < to; k++) {
-            float* const row = sums + (all[k] - first) * width;
-            add_norm<float>(row, nullptr, model.norm, normed + (k - from) * width, width, eps);
-            if (hidden != nullptr)
-                for (int64_t j = 0; j < width; j++) put(hidden + k * width + j, normed[(k - from) * width + j]);
-        }
-        if (drawing.temperatures == nullptr) return;
-        logits.resize(TOGETHER_DRAWN * vocabulary);
-        for (int64_t k = from; k < to; k += TOGETHER_DRAWN) {
-            const int64_t m = std::min(TOGETHER_DRAWN, to - k);
-            model.head(normed + (k - from) * width, logits.data(), m);
-            for (int64_t i = 0; i < m; i++)
-                drawing.tokens[k + i] = draw_token(&logits[i * vocabulary], drawing.temperatures[k + i],
-                                                   drawing.uniforms[k + i], vocabulary, drawing.logprobs + k + i);
-        }
-    }
-
-    const float scaling, eps;
-    const int64_t most, threads;
-    Batch batch;
-    Drawing drawing;
-    T* hidden;
-    std::vector<int64_t> cuts;                        // the first row of each piece, and the end
-    std::unique_ptr<std::atomic<int64_t>[]> written;  // for each piece, in how many layers its keys and values are there
-};
 
 // Completions under way: of everything a row for each slot, see `completions.py`.
 struct Sheet {
@@ -221,38 +66,42 @@ double random_number(const uint64_t* seed, int64_t index) {
 // each, and what may come after it, guesses that hold if they are what is drawn; beside them, in the first step, are
 // tokens of prompts. Before that, keys and values are copied, layer by layer.
 template <class T>
-class Decoding : public Pass<T> {
+class Decoding : public Job {
    public:
-    Decoding(const Model<T>& model, float scaling, float eps, int64_t most, int64_t threads, const Sheet& sheet,
-             const Prompts& prompts, const int64_t* active, int64_t count, const Copy* copies, int64_t copy_count,
-             const Trunk* trunks, int64_t trunk_count, int64_t guesses, int64_t least, int64_t steps, Outcome* outcome)
-        : Pass<T>(model, scaling, eps, most, threads), sheet(sheet), trunks(trunks), trunk_count(trunk_count),
+    Decoding(std::unique_ptr<Pass<T>> pass, int64_t threads, const Sheet& sheet, const Prompts& prompts,
+             const int64_t* active, int64_t count, const Copy* copies, int64_t copy_count, const Trunk* trunks,
+             int64_t trunk_count, int64_t guesses, int64_t least, int64_t steps, Outcome* outcome)
+        : Job(threads - 1), pass(std::move(pass)), sheet(sheet), trunks(trunks), trunk_count(trunk_count),
           guesses(guesses), least(least), steps(steps), outcome(outcome), prompts(prompts),
           active(active, active + count), copies(copies, copies + copy_count) {}
 
    protected:
     bool advance() override {
         if (!copies.empty() && !std::exchange(copying, true)) {
-            this->pieces = this->model.count;
+            pieces = pass->model.count;
             return true;
         }
         if (!std::exchange(begun, true)) {
             add_prompts();
         } else {
+            if ((pieces = pass->next()) > 0) return true;
             accept();
             if (outcome->steps == steps || (outcome->steps >= least && outcome->count > 0)) return false;
             items.clear();
         }
         for (const int64_t slot : active) add(slot);
         active.clear();
+        if (items.empty()) return false;
         lay_out();
-        return !items.empty();
+        pieces = pass->next();
+        return true;
     }
 
     void piece(int64_t which) override {
-        if (begun) return Pass<T>::piece(which);
-        const Layer<T>& layer = this->model.layers[which];
-        const Cache<T> cache{layer.keys, layer.values, this->model.kv_heads, this->model.capacity, this->model.d};
+        if (begun) return pass->piece(which);
+        const Model<T>& model = pass->model;
+        const Layer<T>& layer = model.layers[which];
+        const Cache<T> cache{layer.keys, layer.values, model.kv_heads, model.capacity, model.d};
         for (const Copy& copy : copies) cache.copy(copy.source, copy.target, copy.tokens);
     }
 
@@ -311,7 +160,7 @@ class Decoding : public Pass<T> {
         tokens.resize(wanted.size());
         logprobs.resize(wanted.size());
         const int64_t rows = ids.size(), count = wanted.size();
-        this->take({ids.data(), positions.data(), slots.data(), own.data(), lengths.data(), trunk_of.data(),
+        pass->take({ids.data(), positions.data(), slots.data(), own.data(), lengths.data(), trunk_of.data(),
                     voices.data(), wanted.data(), trunks, rows, trunk_count, count},
                    {temperatures.data(), uniforms.data(), tokens.data(), logprobs.data()}, nullptr);
     }
@@ -346,6 +195,7 @@ class Decoding : public Pass<T> {
         }
     }
 
+    const std::unique_ptr<Pass<T>> pass;
     const Sheet sheet;
     const Trunk* const trunks;
     const int64_t trunk_count, guesses, least, steps;
@@ -360,6 +210,21 @@ class Decoding : public Pass<T> {
     std::vector<double> uniforms;
 };
 
+// One pass.
+template <class T>
+class Once : public Job {
+   public:
+    Once(std::unique_ptr<Pass<T>> pass, int64_t threads) : Job(threads - 1), pass(std::move(pass)) {}
+
+   protected:
+    bool advance() override { return (pieces = pass->next()) > 0; }
+
+    void piece(int64_t which) override { pass->piece(which); }
+
+   private:
+    const std::unique_ptr<Pass<T>> pass;
+};
+
 }  // namespace
 
 // A pass over a small model, or steps of decoding with it, which helpers begin with; what is begun has to be finished. All
@@ -367,8 +232,9 @@ class Decoding : public Pass<T> {
 #define WHOLE(T, NAME)                                                                                               \
     extern "C" Job* begin_pass_##NAME(const Model<T>* model, const Batch* batch, T* hidden, int64_t most,            \
                                       int64_t threads, float scaling, float eps) {                                   \
-        auto* const job = new Pass<T>(*model, scaling, eps, most, threads);                                          \
-        job->take(*batch, {}, hidden);                                                                               \
+        auto pass = pass_through(*model, scaling, eps, most, threads);                                              \
+        pass->take(*batch, {}, hidden);                                                                              \
+        auto* const job = new Once<T>(std::move(pass), threads);                                                     \
         team().begin(job);                                                                                           \
         return job;                                                                                                  \
     }                                                                                                                \
@@ -377,8 +243,9 @@ class Decoding : public Pass<T> {
                                           Outcome* outcome, int64_t count, int64_t copy_count, int64_t trunk_count,  \
                                           int64_t guesses, int64_t least, int64_t steps, int64_t most,               \
                                           int64_t threads, float scaling, float eps) {                               \
-        auto* const job = new Decoding<T>(*model, scaling, eps, most, threads, *sheet, *prompts, active, count,      \
-                                          copies, copy_count, trunks, trunk_count, guesses, least, steps, outcome);  \
+        auto* const job =                                                                                            \
+            new Decoding<T>(pass_through(*model, scaling, eps, most, threads), threads, *sheet, *prompts, active,    \
+                            count, copies, copy_count, trunks, trunk_count, guesses, least, steps, outcome);         \
         team().begin(job);                                                                                           \
         return job;                                                                                                  \
     }

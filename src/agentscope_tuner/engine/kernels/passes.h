@@ -1,0 +1,399 @@
+// New tokens through all layers of a model, from their ids to hidden states, or to tokens that are drawn: in phases, of
+// which each has pieces that any thread may do.
+
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <thread>
+#include <utility>
+
+#include "blocks.h"
+
+namespace {
+
+template <class T>
+struct Layer {
+    const T *norm_in, *norm_mid, *q_norm, *k_norm;
+    Linear<T> qkv, out, gate_up, down;
+    T *keys, *values;
+};
+
+template <class T>
+struct Model {
+    const T* embedding;
+    const Layer<T>* layers;  // those of one voice after those of the other; keys and values are the same
+    int64_t count;           // of each voice
+    const T* norm;
+    Linear<T> head;
+    const float *cosines, *sines;  // (positions, d)
+    int64_t width, heads, kv_heads, d;
+    int64_t by_columns;  // whether threads share weights, which do not stay in a core's cache
+    int64_t capacity;
+};
+
+// New tokens, a row for each; those of a slot are neighbours, in their order, and so are those of a voice.
+struct Batch {
+    const int64_t *ids, *positions, *slots, *own, *lengths, *trunk_of, *voices, *wanted;
+    const Trunk* trunks;  // as many for each layer
+    int64_t rows, trunk_count, wanted_count;
+};
+
+// What is drawn for the rows that are wanted, and by what.
+struct Drawing {
+    const float* temperatures;
+    const double* uniforms;
+    int64_t* tokens;
+    float* logprobs;
+};
+
+template <class T>
+class Pass {
+ public:
+    Pass(const Model<T>& model, float scaling, float eps) : model(model), scaling(scaling), eps(eps) {}
+    virtual ~Pass() = default;
+
+    // Begins with a batch. `hidden` (wanted, width) gets final hidden states, unless it is missing; and where there are
+    // temperatures, a token is drawn for each of them.
+    void take(const Batch& next, const Drawing& by, T* to) {
+        batch = next;
+        drawing = by;
+        hidden = to;
+        begin();
+    }
+
+    // How many pieces the next phase has; none when there is nothing more to do.
+    virtual int64_t next() = 0;
+
+    virtual void piece(int64_t which) = 0;
+
+    const Model<T> model;
+
+   protected:
+    virtual void begin() = 0;
+
+    Cache<T> cache_of(const Layer<T>& layer) const {
+        return {layer.keys, layer.values, model.kv_heads, model.capacity, model.d};
+    }
+    Attention<T> attention_of(const Layer<T>& layer, int64_t index) const {
+        return {cache_of(layer), batch.trunks + index * batch.trunk_count, batch.trunk_of, batch.slots, batch.lengths,
+                model.heads / model.kv_heads};
+    }
+    Heads<T> heads_of(const Layer<T>& layer) const {
+        return {layer.q_norm, layer.k_norm, model.cosines, model.sines, batch.positions, batch.slots, batch.own,
+                cache_of(layer), model.heads, scaling, eps};
+    }
+    void embed(int64_t row, float* to) const {
+        const T* const from = model.embedding + batch.ids[row] * model.width;
+        for (int64_t j = 0; j < model.width; j++) to[j] = number(from[j]);
+    }
+    // Of what is wanted the token number `k`.
+    void draw(const float* logits, int64_t k) const {
+        drawing.tokens[k] = draw_token(logits, drawing.temperatures[k], drawing.uniforms[k], model.head.outputs,
+                                       drawing.logprobs + k);
+    }
+
+    const float scaling, eps;
+    Batch batch;
+    Drawing drawing;
+    T* hidden;
+};
+
+// Each thread with rows of its own, from one product to the next, so that they stay in its core's cache.
+template <class T>
+class ByRows : public Pass<T> {
+ public:
+    // About so many rows, at most, are a piece.
+    ByRows(const Model<T>& model, float scaling, float eps, int64_t most, int64_t threads)
+        : Pass<T>(model, scaling, eps), threads(threads), most(most) {}
+
+    int64_t next() override { return std::exchange(left, 0); }
+
+    void piece(int64_t which) override {
+        thread_local std::vector<float> sums, in, joined, queries, gated, change;
+        const Matrices matrices(std::is_same_v<T, Bf16> && way == IN_MATRICES);
+        const Model<T>& model = this->model;
+        const Batch& batch = this->batch;
+        const float eps = this->eps;
+        const int64_t first = cuts[which], n = cuts[which + 1] - first, width = model.width;
+        const Layer<T>* const layers = model.layers + batch.voices[first] * model.count;
+        const auto blocks = this->attention_of(layers[0], 0).blocks(first, first + n);
+        const int64_t q_size = model.heads * model.d;
+        sums.resize(n * width);
+        in.resize(n * width);
+        change.resize(n * width);
+        queries.resize(n * q_size);
+        for (int64_t i = 0; i < n; i++) this->embed(first + i, &sums[i * width]);
+        for (int64_t index = 0; index < model.count; index++) {
+            const Layer<T>& layer = layers[index];
+            const Attention<T> attention = this->attention_of(layer, index);
+            const Heads<T> heads = this->heads_of(layer);
+            const int64_t inner = layer.down.inputs;
+            joined.resize(n * std::max(layer.qkv.outputs, 2 * inner));
+            gated.resize(n * inner);
+            for (int64_t i = 0; i < n; i++)
+                add_norm<float>(&sums[i * width], nullptr, layer.norm_in, &in[i * width], width, eps);
+            layer.qkv(in.data(), joined.data(), n);
+            for (int64_t i = 0; i < n; i++)
+                heads.split(&joined[i * layer.qkv.outputs], &queries[i * q_size], first + i);
+            written[which].store(index + 1, std::memory_order_release);
+            // Whoever does earlier pieces never waits for later ones.
+            for (int64_t before = which; before > 0 && batch.slots[cuts[before] - 1] == batch.slots[first]; before--)
+                while (written[before - 1].load(std::memory_order_acquire) <= index) std::this_thread::yield();
+            for (const auto& block : blocks) {
+                float* const at = &queries[(block.first - first) * q_size];
+                for (int64_t head = 0; head < model.kv_heads; head++) attention.attend(at, at, block, head);
+            }
+            layer.out(queries.data(), change.data(), n);
+            for (int64_t i = 0; i < n; i++)
+                add_norm(&sums[i * width], &change[i * width], layer.norm_mid, &in[i * width], width, eps);
+            layer.gate_up(in.data(), joined.data(), n);
+            for (int64_t i = 0; i < n; i++) gate_joined(&joined[i * 2 * inner], &gated[i * inner], inner);
+            layer.down(gated.data(), change.data(), n);
+            for (int64_t i = 0; i < n * width; i++) sums[i] += change[i];
+        }
+        deliver(first, n, sums.data(), in.data());
+    }
+
+ protected:
+    void begin() override {
+        const Batch& batch = this->batch;
+        cuts.clear();
+        const int64_t rounds = (batch.rows + threads * most - 1) / (threads * most);
+        for (int64_t start = 0, stop = 0; start < batch.rows; start = stop) {
+            while (stop < batch.rows && batch.voices[stop] == batch.voices[start]) stop++;
+            const int64_t rows = stop - start, wanted = (rows * threads * rounds + batch.rows - 1) / batch.rows;
+            for (int64_t number = 0, row = start; row < stop; number++) {
+                cuts.push_back(row);
+                const int64_t end = std::max(row + 1, start + rows * (number + 1) / wanted), limit = end + most;
+                // Rows of one slot stay together, unless they are many.
+                for (row = end; row < std::min(stop, limit) && batch.slots[row] == batch.slots[row - 1];) row++;
+                if (row == limit) row = end;
+            }
+        }
+        left = cuts.size();
+        written.reset(new std::atomic<int64_t>[left]());
+        cuts.push_back(batch.rows);
+    }
+
+    const int64_t threads;
+
+ private:
+    // What is wanted of a piece: its rows from `first` on, whose sums (n, width) are complete.
+    void deliver(int64_t first, int64_t n, float* sums, float* normed) const {
+        constexpr int64_t TOGETHER_DRAWN = 32;  // rows whose logits stay in a processor's cache
+        thread_local std::vector<float> logits;
+        const Model<T>& model = this->model;
+        const Batch& batch = this->batch;
+        const int64_t width = model.width, vocabulary = model.head.outputs;
+        const int64_t *const all = batch.wanted, *const none = all + batch.wanted_count;
+        const int64_t from = std::lower_bound(all, none, first) - all, to = std::lower_bound(all, none, first + n) - all;
+        for (int64_t k = from; k < to; k++) {
+            float* const row = sums + (all[k] - first) * width;
+            add_norm<float>(row, nullptr, model.norm, normed + (k - from) * width, width, this->eps);
+            if (this->hidden != nullptr)
+                for (int64_t j = 0; j < width; j++) put(this->hidden + k * width + j, normed[(k - from) * width + j]);
+        }
+        if (this->drawing.temperatures == nullptr) return;
+        logits.resize(TOGETHER_DRAWN * vocabulary);
+        for (int64_t k = from; k < to; k += TOGETHER_DRAWN) {
+            const int64_t m = std::min(TOGETHER_DRAWN, to - k);
+            model.head(normed + (k - from) * width, logits.data(), m);
+            for (int64_t i = 0; i < m; i++) this->draw(&logits[i * vocabulary], k + i);
+        }
+    }
+
+    const int64_t most;
+    int64_t left = 0;
+    std::vector<int64_t> cuts;                        // the first row of each piece, and the end
+    std::unique_ptr<std::atomic<int64_t>[]> written;  // for each piece, in how many layers its keys and values are there
+};
+
+// The same, to the last bit if products are computed in pairs or matrices, for weights that do not stay in a core's cache:
+// while there are few rows, all threads take them through each product together, so that a weight is read once. What
+// products read is rounded when it is written. Numbers of inputs are even, and those of gates a multiple of TILE.
+class ByColumns : public ByRows<Bf16> {
+ public:
+    using ByRows::ByRows;
+
+    int64_t next() override {
+        if (!together) return ByRows::next();
+        const int64_t layers = model.count * PHASES;
+        phase = at < layers ? at % PHASES : at - layers + PHASES;
+        index = at++ / PHASES;
+        switch (phase) {
+            case NORM:
+            case SPLIT:
+            case NORM_AGAIN:
+                return pieces_of(batch.rows);
+            case PROJECT:
+                return tiles_of(layer().qkv);
+            case ATTEND:
+                return blocks.size() * model.kv_heads;
+            case OUT:
+                return tiles_of(layer().out);
+            case GATE:
+                return tiles_of(layer().gate_up) / 2;
+            case DOWN:
+                return tiles_of(layer().down);
+            case FINISH:
+                return pieces_of(batch.wanted_count);
+            case HEAD:
+                return drawing.temperatures == nullptr ? 0 : tiles_of(model.head);
+            case DRAW:
+                return drawing.temperatures == nullptr ? 0 : pieces_of(batch.wanted_count);
+            default:
+                return 0;
+        }
+    }
+
+    void piece(int64_t which) override {
+        if (!together) return ByRows::piece(which);
+        const Matrices matrices(way == IN_MATRICES);
+        const int64_t width = model.width, q_size = model.heads * model.d;
+        switch (phase) {
+            case NORM:
+                each_row(which, batch.rows, [&](int64_t row) {
+                    if (index == 0) embed(row, &sums[row * width]);
+                    add_norm<float>(&sums[row * width], nullptr, layer().norm_in, &in[row * width], width, eps);
+                });
+                break;
+            case PROJECT:
+                write(layer().qkv, in.data(), which, joined, batch.rows);
+                break;
+            case SPLIT: {
+                const Heads<Bf16> heads = heads_of(layer());
+                each_row(which, batch.rows, [&](int64_t row) {
+                    heads.split(&joined[row * layer().qkv.outputs], &queries[row * q_size], row);
+                });
+                break;
+            }
+            case ATTEND: {
+                const auto& block = blocks[which / model.kv_heads];
+                const int64_t from = block.first * q_size;
+                attention_of(layer(), index).attend(&queries[from], &attended[from], block, which % model.kv_heads);
+                break;
+            }
+            case OUT:
+                add(layer().out, attended.data(), which);
+                break;
+            case NORM_AGAIN:
+                each_row(which, batch.rows, [&](int64_t row) {
+                    add_norm<float>(&sums[row * width], nullptr, layer().norm_mid, &in[row * width], width, eps);
+                });
+                break;
+            case GATE:
+                gate(which);
+                break;
+            case DOWN:
+                add(layer().down, gated.data(), which);
+                break;
+            case FINISH:
+                each_row(which, batch.wanted_count, [&](int64_t k) {
+                    add_norm<float>(&sums[batch.wanted[k] * width], nullptr, model.norm, &in[k * width], width, eps);
+                    if (hidden != nullptr) std::copy_n(&in[k * width], width, hidden + k * width);
+                });
+                break;
+            case HEAD:
+                write(model.head, in.data(), which, logits, batch.wanted_count);
+                break;
+            case DRAW:
+                each_row(which, batch.wanted_count, [&](int64_t k) { draw(&logits[k * model.head.outputs], k); });
+                break;
+        }
+    }
+
+ private:
+    enum : int64_t { NORM, PROJECT, SPLIT, ATTEND, OUT, NORM_AGAIN, GATE, DOWN, PHASES, FINISH = PHASES, HEAD, DRAW };
+    static constexpr int64_t SOME = 8;    // rows that are a piece where nothing is multiplied
+    static constexpr int64_t FEWER = 32;  // rows for each thread: with so many, exchanging results takes longer
+
+    static int64_t pieces_of(int64_t rows) { return (rows + SOME - 1) / SOME; }
+    static int64_t tiles_of(const Linear<Bf16>& linear) { return (linear.outputs + TILE - 1) / TILE; }
+
+    const Layer<Bf16>& layer() const { return model.layers[index]; }
+
+    void begin() override {
+        together = batch.rows < FEWER * threads;
+        if (!together) return ByRows::begin();
+        at = 0;
+        const int64_t rows = batch.rows, q_size = model.heads * model.d;
+        const Layer<Bf16>& one = model.layers[0];
+        blocks = attention_of(one, 0).blocks(0, rows);
+        sums.resize(rows * model.width);
+        queries.resize(rows * q_size);
+        joined.resize(rows * one.qkv.outputs);
+        const int64_t filled = (rows + SIDE - 1) / SIDE * SIDE;  // see `multiply_matrices`
+        in.resize(filled * model.width);
+        attended.resize(filled * q_size);
+        gated.resize(filled * one.down.inputs);
+        if (drawing.temperatures != nullptr) logits.resize(batch.wanted_count * model.head.outputs);
+    }
+
+    template <class Work>
+    void each_row(int64_t which, int64_t rows, Work work) const {
+        for (int64_t row = which * SOME; row < std::min(rows, (which + 1) * SOME); row++) work(row);
+    }
+
+    // The products of rows x (rows, inputs) with a tile of a weight; returns how many numbers of each there are.
+    static int64_t multiply(const Linear<Bf16>& linear, const Bf16* x, int64_t tile, float* out, int64_t stride,
+                            int64_t rows) {
+        const int64_t inputs = linear.inputs, first = tile * TILE, width = std::min(TILE, linear.outputs - first);
+        const Bf16* const weight = linear.tiles + first * inputs;
+        if (way == ONE_BY_ONE) {
+            std::vector<float> wide(rows * inputs);
+            for (int64_t i = 0; i < rows * inputs; i++) wide[i] = number(x[i]);
+            multiply_tiles(wide.data(), weight, out, rows, width, inputs, stride);
+        } else {
+            multiply_pairs(reinterpret_cast<const uint32_t*>(x), reinterpret_cast<const uint32_t*>(weight), TILE,
+                           inputs / 2, out, stride, rows, width, false);
+        }
+        for (int64_t i = 0; i < rows && linear.bias != nullptr; i++)
+            for (int64_t j = 0; j < width; j++) out[i * stride + j] += number(linear.bias[first + j]);
+        return width;
+    }
+
+    void add(const Linear<Bf16>& linear, const Bf16* x, int64_t tile) {
+        thread_local std::vector<float> change;
+        change.resize(batch.rows * TILE);
+        const int64_t width = multiply(linear, x, tile, change.data(), TILE, batch.rows);
+        for (int64_t row = 0; row < batch.rows; row++)
+            for (int64_t j = 0; j < width; j++) sums[row * linear.outputs + tile * TILE + j] += change[row * TILE + j];
+    }
+
+    void write(const Linear<Bf16>& linear, const Bf16* x, int64_t tile, std::vector<float>& out, int64_t rows) {
+        multiply(linear, x, tile, &out[tile * TILE], linear.outputs, rows);
+    }
+
+    // A tile of gates, and what passes them.
+    void gate(int64_t tile) {
+        thread_local std::vector<float> gates, ups;
+        gates.resize(batch.rows * TILE);
+        ups.resize(batch.rows * TILE);
+        const Linear<Bf16>& linear = layer().gate_up;
+        const int64_t inner = linear.outputs / 2;
+        multiply(linear, in.data(), tile, gates.data(), TILE, batch.rows);
+        multiply(linear, in.data(), inner / TILE + tile, ups.data(), TILE, batch.rows);
+        for (int64_t row = 0; row < batch.rows; row++) {
+            Bf16* const to = &gated[row * inner + tile * TILE];
+#pragma omp simd
+            for (int64_t j = 0; j < TILE; j++) put(to + j, silu(gates[row * TILE + j]) * ups[row * TILE + j]);
+        }
+    }
+
+    bool together = false;
+    int64_t at = 0, phase = 0, index = 0;
+    std::vector<std::pair<int64_t, int64_t>> blocks;
+    std::vector<float> sums, joined, queries, logits;
+    std::vector<Bf16> in, attended, gated;
+};
+
+// Whichever suits the model.
+template <class T>
+std::unique_ptr<Pass<T>> pass_through(const Model<T>& model, float scaling, float eps, int64_t most, int64_t threads) {
+    if constexpr (std::is_same_v<T, Bf16>)
+        if (model.by_columns) return std::make_unique<ByColumns>(model, scaling, eps, most, threads);
+    return std::make_unique<ByRows<T>>(model, scaling, eps, most, threads);
+}
+
+}  // namespace
