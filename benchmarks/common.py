@@ -444,9 +444,12 @@ def machine() -> dict[str, Any]:
     info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     about = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in info.splitlines())}
     name, family = about.get("model name", platform.processor()), about.get("cpu family")
+    instructions = torch.backends.cpu.get_cpu_capability()
+    if "amx_bf16" in about.get("flags", "").split():
+        instructions += " and AMX"
     found = {
         "processor": f"{name} of family {family}" if family else name,
-        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "instructions": instructions,
         "threads": torch.get_num_threads(),
         "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9),
         "python": platform.python_version(),

@@ -361,7 +361,8 @@ class WholeDecoder(NativeDecoder):
     """The same for small models: all layers in one call, every thread with rows of its own.
 
     Between products of small matrices, making calls and waiting for the other threads takes longer than computing. So
-    it does for those with low-rank updates: where roles have adapters, each is a voice with weights of its own.
+    it does for those with low-rank updates: where roles have adapters, each is a voice with weights of its own. And
+    where registers for matrices make products short, it does for larger models as well.
     """
 
     def _read_layers(self) -> list[_Layer]:

@@ -212,7 +212,7 @@ class ModelRunner:
 
     @property
     def small(self) -> bool:
-        """Whether a model is so small that all of its layers are run in one call, on a processor."""
+        """Whether all layers are run in one call, on a processor, as those of small models are."""
         return isinstance(self.decoder, WholeDecoder)
 
     @property

@@ -67,14 +67,15 @@ class Pass {
 
     virtual void piece(int64_t which) = 0;
 
+    Cache<T> cache_of(const Layer<T>& layer) const {
+        return {layer.keys, layer.values, model.kv_heads, model.capacity, model.d};
+    }
+
     const Model<T> model;
 
    protected:
     virtual void begin() = 0;
 
-    Cache<T> cache_of(const Layer<T>& layer) const {
-        return {layer.keys, layer.values, model.kv_heads, model.capacity, model.d};
-    }
     Attention<T> attention_of(const Layer<T>& layer, int64_t index) const {
         return {cache_of(layer), batch.trunks + index * batch.trunk_count, batch.trunk_of, batch.slots, batch.lengths,
                 model.heads / model.kv_heads};
@@ -253,11 +254,14 @@ class ByColumns : public ByRows<Bf16> {
         const int64_t width = model.width, q_size = model.heads * model.d;
         switch (phase) {
             case NORM:
+            case NORM_AGAIN: {
+                const Bf16* const weight = phase == NORM ? layer().norm_in : layer().norm_mid;
                 each_row(which, batch.rows, [&](int64_t row) {
-                    if (index == 0) embed(row, &sums[row * width]);
-                    add_norm<float>(&sums[row * width], nullptr, layer().norm_in, &in[row * width], width, eps);
+                    if (phase == NORM && index == 0) embed(row, &sums[row * width]);
+                    add_norm<float>(&sums[row * width], nullptr, weight, &in[row * width], width, eps);
                 });
                 break;
+            }
             case PROJECT:
                 write(layer().qkv, in.data(), which, joined, batch.rows);
                 break;
@@ -276,11 +280,6 @@ class ByColumns : public ByRows<Bf16> {
             }
             case OUT:
                 add(layer().out, attended.data(), which);
-                break;
-            case NORM_AGAIN:
-                each_row(which, batch.rows, [&](int64_t row) {
-                    add_norm<float>(&sums[row * width], nullptr, layer().norm_mid, &in[row * width], width, eps);
-                });
                 break;
             case GATE:
                 gate(which);

@@ -99,9 +99,7 @@ class Decoding : public Job {
 
     void piece(int64_t which) override {
         if (begun) return pass->piece(which);
-        const Model<T>& model = pass->model;
-        const Layer<T>& layer = model.layers[which];
-        const Cache<T> cache{layer.keys, layer.values, model.kv_heads, model.capacity, model.d};
+        const Cache<T> cache = pass->cache_of(pass->model.layers[which]);
         for (const Copy& copy : copies) cache.copy(copy.source, copy.target, copy.tokens);
     }
 
