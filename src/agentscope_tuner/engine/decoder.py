@@ -393,6 +393,7 @@ class WholeDecoder(NativeDecoder):
         ]  # fmt: skip
         self._model = SmallModel(torch.tensor(model), self._norm, self._layers[0].scaling, self._eps)
         """The capacity of the cache comes last."""
+        self._layers.clear()  # what is joined there is in tiles now
 
     def _place(self, layer: _Layer) -> list[int]:
         """A `Layer` of `kernels/whole.cpp`, without keys and values, which come last."""

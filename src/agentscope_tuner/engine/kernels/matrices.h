@@ -26,7 +26,7 @@ bool matrices_granted() {
     return syscall(SYS_arch_prctl, ASK, TILES) == 0;
 }
 
-constexpr int64_t AHEAD = 128;  // rows of a tile
+constexpr int64_t AHEAD = 128;  // so many rows of a tile before they are multiplied by, they are asked for
 
 // As long as it lives, its thread may multiply by them, if it is `wanted`.
 class Matrices {
@@ -39,6 +39,7 @@ class Matrices {
         } shape;
         std::fill_n(shape.bytes, 8, 4 * SIDE);
         std::fill_n(shape.rows, 8, SIDE);
+        asm volatile("" : : "r"(&shape) : "memory");  // all of it is read, which compilers do not know
         if (wanted) _tile_loadconfig(&shape);
     }
     ~Matrices() {
@@ -74,7 +75,7 @@ void multiply_matrices(const uint32_t* a, int64_t a_stride, const uint32_t* tile
         _tile_zero(3);
     }
     for (int64_t j = 0; j < count; j += SIDE, tile += SIDE * stride) {
-        // Asks for what comes later, of this tile or the next: what is only asked for when it is needed is waited for.
+        // Of this tile or the next: what is only asked for when it is needed is waited for.
         for (int64_t line = soon; line < soon_end; line++)
             _mm_prefetch(reinterpret_cast<const char*>(tile + AHEAD * TILE + line * SIDE), _MM_HINT_T1);
         _tile_loadd(4, a + j, a_bytes);

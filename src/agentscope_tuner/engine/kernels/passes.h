@@ -100,7 +100,8 @@ class Pass {
     T* hidden;
 };
 
-// Each thread with rows of its own, from one product to the next, so that they stay in its core's cache.
+// Each thread with rows of its own, which it takes through all layers: between products of small matrices, making calls
+// and waiting for other threads takes longer than computing.
 template <class T>
 class ByRows : public Pass<T> {
  public:

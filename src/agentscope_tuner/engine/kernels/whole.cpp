@@ -1,8 +1,6 @@
-// Small models as a whole: from the ids of tokens to hidden states, or to completions drawn step by step.
+// Models as a whole: from the ids of tokens to hidden states, or to completions drawn step by step.
 //
-// Between products of small matrices, making calls and waiting for other threads takes longer than computing. So rows
-// are cut into pieces, and one thread takes a piece through all layers. Whoever begins may do something else while
-// helpers compute, and joins them when it needs the results.
+// Whoever begins may do something else while helpers compute, and joins them when it needs the results.
 
 #include <memory>
 #include <tuple>
