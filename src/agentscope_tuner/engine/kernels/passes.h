@@ -49,7 +49,7 @@ struct Drawing {
 
 template <class T>
 class Pass {
- public:
+   public:
     Pass(const Model<T>& model, float scaling, float eps) : model(model), scaling(scaling), eps(eps) {}
     virtual ~Pass() = default;
 
@@ -104,7 +104,7 @@ class Pass {
 // and waiting for other threads takes longer than computing.
 template <class T>
 class ByRows : public Pass<T> {
- public:
+   public:
     // About so many rows, at most, are a piece.
     ByRows(const Model<T>& model, float scaling, float eps, int64_t most, int64_t threads)
         : Pass<T>(model, scaling, eps), threads(threads), most(most) {}
@@ -157,7 +157,7 @@ class ByRows : public Pass<T> {
         deliver(first, n, sums.data(), in.data());
     }
 
- protected:
+   protected:
     void begin() override {
         const Batch& batch = this->batch;
         cuts.clear();
@@ -180,7 +180,7 @@ class ByRows : public Pass<T> {
 
     const int64_t threads;
 
- private:
+   private:
     // What is wanted of a piece: its rows from `first` on, whose sums (n, width) are complete.
     void deliver(int64_t first, int64_t n, float* sums, float* normed) const {
         constexpr int64_t TOGETHER_DRAWN = 32;  // rows whose logits stay in a processor's cache
@@ -215,7 +215,7 @@ class ByRows : public Pass<T> {
 // while there are few rows, all threads take them through each product together, so that a weight is read once. What
 // products read is rounded when it is written. Numbers of inputs are even, and those of gates a multiple of TILE.
 class ByColumns : public ByRows<Bf16> {
- public:
+   public:
     using ByRows::ByRows;
 
     int64_t next() override {
@@ -303,7 +303,7 @@ class ByColumns : public ByRows<Bf16> {
         }
     }
 
- private:
+   private:
     enum : int64_t { NORM, PROJECT, SPLIT, ATTEND, OUT, NORM_AGAIN, GATE, DOWN, PHASES, FINISH = PHASES, HEAD, DRAW };
     static constexpr int64_t SOME = 8;    // rows that are a piece where nothing is multiplied
     static constexpr int64_t FEWER = 32;  // rows for each thread: with so many, exchanging results takes longer

@@ -228,7 +228,7 @@ class Once : public Job {
 #define WHOLE(T, NAME)                                                                                               \
     extern "C" Job* begin_pass_##NAME(const Model<T>* model, const Batch* batch, T* hidden, int64_t most,            \
                                       int64_t threads, float scaling, float eps) {                                   \
-        auto pass = pass_through(*model, scaling, eps, most, threads);                                              \
+        auto pass = pass_through(*model, scaling, eps, most, threads);                                               \
         pass->take(*batch, {}, hidden);                                                                              \
         auto* const job = new Once<T>(std::move(pass), threads);                                                     \
         team().begin(job);                                                                                           \
