@@ -47,7 +47,7 @@ from agentscope_tuner.engine.decoder import (
 from agentscope_tuner.engine.kv_cache import KVCache, PrefixStack
 from agentscope_tuner.engine.learner import Learner
 from agentscope_tuner.engine.models import layer_weight, load_model
-from agentscope_tuner.engine.native import NativeKernels
+from agentscope_tuner.engine.native import NativeKernels, Way
 from agentscope_tuner.engine.optimizer import Optimizer
 from agentscope_tuner.engine.products import WidenedProducts, WideProducts
 from agentscope_tuner.engine.sampler import Sampler
@@ -958,6 +958,52 @@ def test_compiled_steps_have_the_gradients_of_modules(family: str, tiny_model_di
     learner._pass.forward = loaded.hidden_states
     learner.accumulate(datums)
     assert relative_difference(compiled, gradients(loaded)) < 1e-5
+
+
+@pytest.mark.parametrize("way", Way)
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_layers_in_bfloat16_have_the_gradients_of_those_in_float32(
+    family: str, way: Way, tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels = native_kernels()
+    assert kernels is not None
+    monkeypatch.setattr(kernels, "way", kernels.way)  # and as it was again, in the end
+    kernels.way = way  # or as it was, where the processor has no such thing
+    directory = tiny_model_dir if family == "qwen3" else save_family(family, tiny_model_dir, tmp_path)
+    engine = EngineConfig(device="cpu", dtype="bfloat16")
+    narrow, wide = (load_model(TunerModelConfig(model_path=str(directory), max_model_len=256), engine) for _ in "ab")
+    wide.model.float()
+    calls = play(wide, start(wide), episodes=8, mixed_params=False)
+    datums = [Datum(call, (-1.0) ** i, 0.0, i) for i, call in enumerate(calls)]
+    weigh(datums, "token", 12)
+    learners = [Learner(loaded, AlgorithmConfig(), engine, 12) for loaded in (narrow, wide)]
+    ours, theirs = LayerDecoder(narrow, kernels, wide=False), learners[1]._pass.forward.__self__
+    theirs._cosines, theirs._sines = ours._cosines, ours._sines  # the model's own are rounded with its weights
+    learners[0]._pass.forward = ours.hidden_states
+    for learner in learners:
+        learner.accumulate(datums)
+    found, expected = (
+        {name: master.grad for name, master in learner.optimizer.masters.items()} for learner in learners
+    )
+    assert relative_difference(found, expected) < 1e-2
+
+
+@pytest.mark.parametrize("way", [Way.ONE_BY_ONE, Way.IN_PAIRS])
+@pytest.mark.parametrize("slow", [True, False])
+def test_layers_in_bfloat16_are_run_whole_where_pairs_are_multiplied(
+    slow: bool, way: Way, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels = native_kernels()
+    assert kernels is not None
+    monkeypatch.setattr(kernels, "_way", way)
+    engine = EngineConfig(device="cpu", dtype="bfloat16")
+    loaded = load_model(TunerModelConfig(model_path=str(tiny_model_dir), max_model_len=256), engine)
+    assert LayerDecoder.suits(loaded, kernels, wide=slow) == (way is Way.IN_PAIRS and not slow)
+    monkeypatch.setattr(fast_forms, "_SMALL_LAYER", 0)
+    assert LayerDecoder.suits(loaded, kernels, wide=False) == (way is Way.IN_PAIRS)
+    projection = loaded.model.get_decoder().layers[0].mlp.down_proj
+    projection.weight = torch.nn.Parameter(projection.weight[:, 1:].contiguous())
+    assert not LayerDecoder.suits(loaded, kernels, wide=False)
 
 
 @pytest.mark.parametrize("lora", [None, LoraConfig(rank=4)])

@@ -197,6 +197,22 @@ def test_numbers_that_lie_far_apart_take_no_longer(kernel: str) -> None:
     assert far < 2 * near
 
 
+def test_losses_of_rounded_logits() -> None:
+    kernels = native_kernels()
+    assert kernels is not None
+    torch.manual_seed(0)
+    narrow = (4 * torch.randn(9, 300)).bfloat16()
+    tokens, temperatures = torch.arange(9), torch.linspace(0, 2, 9)
+    grads, outcomes = torch.randn(2, 9), []
+    for logits in (narrow, narrow.float()):
+        logprobs, entropies, logsums = kernels.choose(logits, tokens, temperatures)
+        kernels.choose_backward(*grads, logits, tokens, temperatures, entropies, logsums)
+        outcomes.append((logprobs, entropies, logits))
+    (logprobs, entropies, gradient), (*expected, expected_gradient) = outcomes
+    assert torch.allclose(torch.stack([logprobs, entropies]), torch.stack(expected), atol=1e-6)
+    assert (gradient.float() - expected_gradient).norm() < 2**-8 * expected_gradient.norm()
+
+
 def test_what_is_no_number_stays_so() -> None:
     kernels = native_kernels()
     assert kernels is not None

@@ -41,17 +41,17 @@ class LearnerKernels:
         take, of_each_type = functions.take, functions.of_each_type
         self._tree_attend = take("tree_attend", 7, *[SIZE] * 5)
         self._tree_attend_backward = take("tree_attend_backward", 11, *[SIZE] * 6)
-        self._layer_in = take("layer_in", 14, *[SIZE] * 5, NUMBER, NUMBER)
-        self._layer_in_backward = take("layer_in_backward", 21, *[SIZE] * 5, NUMBER, NUMBER)
-        self._layer_out = take("layer_out", 10, *[SIZE] * 4, NUMBER)
-        self._layer_out_backward = take("layer_out_backward", 14, *[SIZE] * 4)
+        self._layer_in = of_each_type("layer_in", 16, *[SIZE] * 5, NUMBER, NUMBER)
+        self._layer_in_backward = of_each_type("layer_in_backward", 23, *[SIZE] * 5, NUMBER, NUMBER)
+        self._layer_out = of_each_type("layer_out", 11, *[SIZE] * 4, NUMBER)
+        self._layer_out_backward = of_each_type("layer_out_backward", 17, *[SIZE] * 4)
         self._rms_norm = of_each_type("rms_norm", 6, SIZE, SIZE, NUMBER)
         self._rms_norm_backward = of_each_type("rms_norm_backward", 7, SIZE, SIZE)
         self._rotate = take("rotate", 5, SIZE, SIZE, SIZE, NUMBER)
         self._swiglu = of_each_type("swiglu", 3, SIZE)
         self._swiglu_backward = of_each_type("swiglu_backward", 5, SIZE)
-        self._choose = take("choose", 6, SIZE, SIZE)
-        self._choose_backward = take("choose_backward", 7, SIZE, SIZE)
+        self._choose = of_each_type("choose", 6, SIZE, SIZE)
+        self._choose_backward = of_each_type("choose_backward", 7, SIZE, SIZE)
 
     def tree_attend(self, q: Tensor, k: Tensor, v: Tensor, stretches: Tensor, spans: Tensor) -> tuple[Tensor, Tensor]:
         """Attention of stretches of tokens that see some spans of a packed row, and themselves causally.
@@ -90,93 +90,103 @@ class LearnerKernels:
         return grad_q, grad_k, grad_v
 
     def layer_in(
-        self, x: Tensor, norm: Tensor, qkv: Tensor, bias: Tensor | None, heads: Heads
+        self, x: Tensor, norm: Tensor, projections: Sequence[Tensor], bias: Tensor | None, heads: Heads
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
         """A layer up to its attention.
 
         Args:
-            x: (N, D), what the layers before it add up to.
-            norm: its weight (D,).
-            qkv: the weight ((H + 2 K) d, D) of joined projections: queries, keys, values.
-            bias: theirs, if they have any.
+            x: (N, D), what the layers before it add up to; float32.
+            norm: its weight (D,), float32.
+            projections: the weights (H d, D), (K d, D) and (K d, D) of those to queries, keys and values; float32 or
+                bfloat16, in which all sizes have to be even.
+            bias: theirs ((H + 2 K) d,), joined, if they have any, of the same type.
             heads: what becomes of them.
 
         Returns:
-            Queries (N, H, d), scaled; keys and values (N, K, d); and for the gradient the norm's scales (N,), and the
-            projections (N, (H + 2 K) d) where heads have norms.
+            Queries (N, H, d), scaled; keys and values (N, K, d); and for the gradient the norm's scales (N,), and what
+            was projected (N, (H + 2 K) d) where heads have norms, of the weights' type. All others are float32.
         """
-        x, qkv = flat(x, qkv)
+        x, *projections = flat(x, *projections)
         tokens, kv_heads, d = len(x), heads.kv_heads, heads.size
-        count = len(qkv) // d - 2 * kv_heads
+        outputs = sum(map(len, projections))
+        count = outputs // d - 2 * kv_heads
         q, k, v = (x.new_empty(tokens, n, d) for n in (count, kv_heads, kv_heads))
-        scales, projected = x.new_empty(tokens), x.new_empty(tokens, len(qkv)) if heads.norms else None
-        self._layer_in(
-            *addresses(x, norm, qkv, bias, *(heads.norms or (None, None)), heads.cosines, heads.sines),
+        scales = x.new_empty(tokens)
+        projected = projections[0].new_empty(tokens, outputs) if heads.norms else None
+        self._layer_in[projections[0].dtype](
+            *addresses(x, norm, *projections, bias, *(heads.norms or (None, None)), heads.cosines, heads.sines),
             *addresses(heads.positions, scales, projected, q, k, v), *x.shape, count, kv_heads, d, heads.scaling,
             heads.eps,
         )  # fmt: skip
         return q, k, v, scales, projected
 
     def layer_in_backward(
-        self, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, grad_x: Tensor, x: Tensor, norm: Tensor, qkv: Tensor,
-        bias: Tensor | None, heads: Heads, scales: Tensor, projected: Tensor | None,
+        self, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, grad_x: Tensor, x: Tensor, norm: Tensor,
+        projections: Sequence[Tensor], bias: Tensor | None, heads: Heads, scales: Tensor, projected: Tensor | None,
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
-        """Gradients of x, to which `grad_x` is added; of norm, qkv, bias; and of the heads' norms, if there are any."""
-        grad_x, x, qkv = flat(grad_x, x, qkv)
+        """Gradients of x, to which `grad_x` is added; of norm, projections, bias; and of norms over heads, if any."""
+        grad_x, x, *projections = flat(grad_x, x, *projections)
         count, d = grad_q.shape[1:]
-        normed, grad_projected, grad = torch.empty_like(x), x.new_empty(len(x), len(qkv)), torch.empty_like(x)
+        weight, outputs = projections[0], [len(projection) for projection in projections]
+        normed, grad_projected = weight.new_empty(x.shape), weight.new_empty(len(x), sum(outputs))
+        grad = torch.empty_like(x)
         grad_norm, grad_bias, *grad_norms = (
-            None if weight is None else torch.empty_like(weight) for weight in (norm, bias, *heads.norms)
+            None if given is None else x.new_empty(given.shape) for given in (norm, bias, *heads.norms)
         )
-        self._layer_in_backward(
-            *addresses(grad_q, grad_k, grad_v, grad_x, x, norm, qkv, *(heads.norms or (None, None))),
+        self._layer_in_backward[weight.dtype](
+            *addresses(grad_q, grad_k, grad_v, grad_x, x, norm, *projections, *(heads.norms or (None, None))),
             *addresses(heads.cosines, heads.sines, heads.positions, scales, projected, normed, grad_projected, grad),
             *addresses(grad_norm, grad_bias, *(grad_norms or (None, None))),
             *x.shape, count, heads.kv_heads, d, heads.scaling, heads.eps,
         )  # fmt: skip
-        return grad, grad_norm, grad_projected.T @ normed, grad_bias, *grad_norms
+        return grad, grad_norm, *(grad_projected.T @ normed).split(outputs), grad_bias, *grad_norms
 
     def layer_out(
-        self, x: Tensor, attended: Tensor, out: Tensor, norm: Tensor, gate_up: Tensor, down: Tensor, eps: float
+        self, x: Tensor, attended: Tensor, out: Tensor, norm: Tensor, gate: Tensor, up: Tensor, down: Tensor, eps: float
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """A layer from its attention on.
 
         Args:
-            x: (N, D), what the layers before it add up to.
-            attended: (N, H d), by its attention.
+            x: (N, D), what the layers before it add up to; float32.
+            attended: (N, H d), by its attention; like the weights float32 or bfloat16.
             out: the weight (D, H d) that this is multiplied by,
-            norm: the norm's (D,),
-            gate_up: that of gate and up (2 I, D), joined,
+            norm: the norm's (D,), float32,
+            gate: that of gates (I, D),
+            up: of what they let pass (I, D),
             down: and the last one's (D, I).
             eps: of the norm.
 
         Returns:
             The sum (N, D) with this layer; and for the gradient that before the norm (N, D), the norm's scales (N,),
-            gate and up (N, 2 I).
+            and gate and up (N, 2 I), joined, in the weights' type.
         """
-        x, attended, out, gate_up, down = flat(x, attended, out, gate_up, down)
+        x, attended, out, gate, up, down = flat(x, attended, out, gate, up, down)
         middle, y = torch.empty_like(x), torch.empty_like(x)
-        scales, joined = x.new_empty(len(x)), x.new_empty(len(x), len(gate_up))
-        places = addresses(x, attended, out, norm, gate_up, down, middle, scales, joined, y)
-        self._layer_out(*places, *x.shape, attended.shape[1], down.shape[1], eps)
+        scales, joined = x.new_empty(len(x)), out.new_empty(len(x), 2 * len(gate))
+        places = addresses(x, attended, out, norm, gate, up, down, middle, scales, joined, y)
+        self._layer_out[out.dtype](*places, *x.shape, attended.shape[1], len(gate), eps)
         return y, middle, scales, joined
 
     def layer_out_backward(
-        self, grad: Tensor, attended: Tensor, out: Tensor, norm: Tensor, gate_up: Tensor, down: Tensor, middle: Tensor,
-        scales: Tensor, joined: Tensor,
+        self, grad: Tensor, attended: Tensor, out: Tensor, norm: Tensor, gate: Tensor, up: Tensor, down: Tensor,
+        middle: Tensor, scales: Tensor, joined: Tensor,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        """Gradients of x, attended, and the four weights."""
-        grad, attended, out, gate_up, down = flat(grad, attended, out, gate_up, down)
-        tokens, inner = len(grad), down.shape[1]
-        gated, grad_joined = grad.new_empty(tokens, inner), torch.empty_like(joined)
-        normed, grad_middle, grad_attended = (torch.empty_like(given) for given in (grad, grad, attended))
+        """Gradients of x, attended, and the five weights."""
+        grad, attended, out, gate, up, down = flat(grad, attended, out, gate, up, down)
+        tokens, inner = len(grad), len(gate)
+        gated, grad_joined, normed = out.new_empty(tokens, inner), torch.empty_like(joined), out.new_empty(grad.shape)
+        grad_middle, grad_attended = torch.empty_like(grad), grad.new_empty(attended.shape)
+        # What is multiplied is of the weights' type; of float32 there are no copies.
+        rounded = grad.to(out.dtype)
+        rounded_middle = grad_middle if out.dtype == grad.dtype else torch.empty_like(rounded)
         grad_norm = torch.empty_like(norm)
         places = addresses(
-            grad, middle, scales, joined, out, norm, gate_up, down, gated, grad_joined, normed, grad_middle,
-            grad_attended, grad_norm,
+            grad, rounded, middle, scales, joined, out, norm, gate, up, down, gated, grad_joined, normed, grad_middle,
+            rounded_middle, grad_attended, grad_norm,
         )  # fmt: skip
-        self._layer_out_backward(*places, *grad.shape, attended.shape[1], inner)
-        weights = (grad_middle.T @ attended, grad_norm, grad_joined.T @ normed, grad.T @ gated)
+        self._layer_out_backward[out.dtype](*places, *grad.shape, attended.shape[1], inner)
+        grad_gate, grad_up = (grad_joined.T @ normed).split(inner)
+        weights = (rounded_middle.T @ attended, grad_norm, grad_gate, grad_up, rounded.T @ gated)
         return grad_middle, grad_attended, *weights
 
     def rms_norm(
@@ -237,11 +247,18 @@ class LearnerKernels:
     def choose(self, logits: Tensor, tokens: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """What is known of tokens (n,) drawn by logits (n, V) at temperatures (n,), where 0 counts as 1.
 
+        Args:
+            logits: float32 or bfloat16. All else is float32.
+            tokens: those that were drawn.
+            temperatures: each one's.
+
         Returns:
             Log-probabilities (n,), entropies (n,) of the distributions, logarithms (n,) of their sums of exponentials.
         """
-        logprobs, entropies, logsums = logits.new_empty(3, len(logits))
-        self._choose(*addresses(logits, tokens, temperatures, logprobs, entropies, logsums), *logits.shape)
+        logprobs, entropies, logsums = temperatures.new_empty(3, len(logits))
+        self._choose[logits.dtype](
+            *addresses(logits, tokens, temperatures, logprobs, entropies, logsums), *logits.shape
+        )
         return logprobs, entropies, logsums
 
     def choose_backward(
@@ -251,5 +268,5 @@ class LearnerKernels:
         """The gradient of logits, which it takes the place of."""
         grad_logprobs, grad_entropies = flat(grad_logprobs, grad_entropies)
         given = (grad_logprobs, grad_entropies, logits, tokens, temperatures, entropies, logsums)
-        self._choose_backward(*addresses(*given), *logits.shape)
+        self._choose_backward[logits.dtype](*addresses(*given), *logits.shape)
         return logits

@@ -21,6 +21,7 @@ from agentscope_tuner.engine.fast_forms import gpu_kernels_for, has_fused_form, 
 from agentscope_tuner.engine.flex_layout import FlexLayout, flex_works
 from agentscope_tuner.engine.learner_kernels import Heads, LearnerKernels
 from agentscope_tuner.engine.models import LoadedModel
+from agentscope_tuner.engine.native import NativeKernels, Way
 from agentscope_tuner.engine.products import computes_wide, linears, onednn_is_exact
 from agentscope_tuner.engine.tree_attention import TreeLayout
 
@@ -126,8 +127,6 @@ def choose(logits: Tensor, tokens: Tensor, temperatures: Tensor, kernels: PassKe
 
     Gradients are written where the logits were, so nothing else may need these.
     """
-    if logits.device.type == "cpu":
-        logits = logits.float()
     found: tuple[Tensor, Tensor] = _Choose.apply(logits.contiguous(), tokens, temperatures, kernels)  # type: ignore[no-untyped-call]
     return found
 
@@ -194,22 +193,27 @@ def _take(rows: Tensor | None, *given: Tensor) -> tuple[Tensor, ...]:
 
 
 class LayerDecoder(TrainableDecoder):
-    """The same for small models in float32 whose linear layers are plain: two calls a layer, beside attention.
+    """The same for models whose linear layers are plain: two calls a layer, beside attention.
 
     A thread takes rows from one product to the next while they are in its core's cache, and nothing in between takes a
-    pass over memory, or a call, of its own.
+    pass over memory, or a call, of its own. What is multiplied has the type of the weights.
     """
 
     @staticmethod
-    def suits(loaded: LoadedModel) -> bool:
-        """Whether all layers are small, without adapters, and without biases but those of queries, keys and values."""
-        if loaded.model.dtype != torch.float32 or not is_small(loaded):
+    def suits(loaded: LoadedModel, kernels: NativeKernels, *, wide: bool) -> bool:
+        """Whether this is faster, and layers have no adapters, and no biases but those of queries, keys and values."""
+        narrow = loaded.model.dtype == torch.bfloat16
+        if narrow and (wide or kernels.way is Way.ONE_BY_ONE):
+            return False
+        if not narrow and not is_small(loaded):  # oneDNN is as fast with many rows
             return False
         for block in loaded.model.get_decoder().layers:
             attention, mlp = block.self_attn, block.mlp
             joined = (attention.q_proj, attention.k_proj, attention.v_proj)
             others = (attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
             if any(type(layer) is not nn.Linear for layer in (*joined, *others)):
+                return False
+            if narrow and any(size % 2 for layer in (*joined, *others) for size in layer.weight.shape):
                 return False
             if len({layer.bias is None for layer in joined}) > 1 or any(layer.bias is not None for layer in others):
                 return False
@@ -219,27 +223,30 @@ class LayerDecoder(TrainableDecoder):
         """(1, N) token ids and absolute positions to (1, N, D), or (1, n, D) of the places in `rows` (n,)."""
         assert isinstance(layout, TreeLayout)
         base = self._loaded.model.get_decoder()
-        x = base.embed_tokens(ids[0])
+        x = base.embed_tokens(ids[0]).float()
         for block in base.layers:
             attention, mlp = block.self_attn, block.mlp
             projections = (attention.q_proj, attention.k_proj, attention.v_proj)
             biases = [projection.bias for projection in projections if projection.bias is not None]
-            norms = [attention.q_norm.weight, attention.k_norm.weight] if hasattr(attention, "q_norm") else []
+            head_norms = [attention.q_norm, attention.k_norm] if hasattr(attention, "q_norm") else []
+            norms = [
+                norm.weight.float() for norm in (block.input_layernorm, block.post_attention_layernorm, *head_norms)
+            ]
             heads = Heads(
-                norms, self._cosines, self._sines, positions[0], len(attention.k_proj.weight) // attention.head_dim,
-                attention.scaling, self._eps,
+                norms[2:], self._cosines, self._sines, positions[0],
+                len(attention.k_proj.weight) // attention.head_dim, attention.scaling, self._eps,
             )  # fmt: skip
             x, attended = _LayerIn.apply(
-                x, block.input_layernorm.weight, torch.cat([projection.weight for projection in projections]),
-                torch.cat(biases) if biases else None, heads, layout, self._kernels, *norms,
+                x, norms[0], *(projection.weight for projection in projections), torch.cat(biases) if biases else None,
+                heads, layout, self._kernels, *norms[2:],
             )  # type: ignore[no-untyped-call]  # fmt: skip
             if block is base.layers[-1]:
                 x, attended = _take(rows, x, attended)
             x = _LayerOut.apply(
-                x, attended, attention.o_proj.weight, block.post_attention_layernorm.weight,
-                torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]), mlp.down_proj.weight, self._eps, self._kernels,
+                x, attended.to(self._outer), attention.o_proj.weight, norms[1], mlp.gate_proj.weight,
+                mlp.up_proj.weight, mlp.down_proj.weight, self._eps, self._kernels,
             )  # type: ignore[no-untyped-call]  # fmt: skip
-        return self._norm(x, base.norm, torch.float32)[None]
+        return self._norm(x, base.norm, self._outer)[None]
 
 
 class _LayerIn(torch.autograd.Function):
@@ -247,26 +254,27 @@ class _LayerIn(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, norm: Tensor, qkv: Tensor, bias: Tensor | None, heads: Heads, layout: TreeLayout,
-        kernels: LearnerKernels, *head_norms: Tensor,
+        ctx: Any, x: Tensor, norm: Tensor, to_q: Tensor, to_k: Tensor, to_v: Tensor, bias: Tensor | None, heads: Heads,
+        layout: TreeLayout, kernels: LearnerKernels, *head_norms: Tensor,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        q, k, v, scales, projected = kernels.layer_in(x, norm, qkv, bias, heads)
+        q, k, v, scales, projected = kernels.layer_in(x, norm, (to_q, to_k, to_v), bias, heads)
         attended, logsums = kernels.tree_attend(q, k, v, layout.stretches, layout.spans)
-        ctx.save_for_backward(x, norm, qkv, bias, scales, projected, q, k, v, attended, logsums)
+        ctx.save_for_backward(x, norm, to_q, to_k, to_v, bias, scales, projected, q, k, v, attended, logsums)
         ctx.heads, ctx.layout, ctx.kernels = heads, layout, kernels
         return x, attended.flatten(1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, norm, qkv, bias, scales, projected, q, k, v, attended, logsums = ctx.saved_tensors
+        x, norm, to_q, to_k, to_v, bias, scales, projected, q, k, v, attended, logsums = ctx.saved_tensors
         grad_x, grad = grads
         stretches, spans = ctx.layout.stretches, ctx.layout.spans
         along = ctx.kernels.tree_attend_backward(grad.view_as(q), q, k, v, attended, logsums, stretches, spans)
-        grad_x, grad_norm, grad_qkv, grad_bias, *head_norms = ctx.kernels.layer_in_backward(
-            *along, grad_x, x, norm, qkv, bias, ctx.heads, scales, projected
+        # Of x, its norm, three projections and their biases; and of heads' norms.
+        found = ctx.kernels.layer_in_backward(
+            *along, grad_x, x, norm, (to_q, to_k, to_v), bias, ctx.heads, scales, projected
         )
-        return grad_x, grad_norm, grad_qkv, grad_bias, None, None, None, *head_norms
+        return *found[:6], None, None, None, *found[6:]
 
 
 class _LayerOut(torch.autograd.Function):
@@ -274,11 +282,11 @@ class _LayerOut(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, attended: Tensor, out: Tensor, norm: Tensor, gate_up: Tensor, down: Tensor, eps: float,
-        kernels: LearnerKernels,
+        ctx: Any, x: Tensor, attended: Tensor, out: Tensor, norm: Tensor, gate: Tensor, up: Tensor, down: Tensor,
+        eps: float, kernels: LearnerKernels,
     ) -> Tensor:  # fmt: skip
-        y, *kept = kernels.layer_out(x, attended, out, norm, gate_up, down, eps)
-        ctx.save_for_backward(attended, out, norm, gate_up, down, *kept)
+        y, *kept = kernels.layer_out(x, attended, out, norm, gate, up, down, eps)
+        ctx.save_for_backward(attended, out, norm, gate, up, down, *kept)
         ctx.kernels = kernels
         return y
 
@@ -357,10 +365,10 @@ def choose_forward(loaded: LoadedModel, kernels: PassKernels | None, *, wide: bo
     kinds: list[Callable[..., TrainableDecoder]] = [TrainableDecoder]
     attention = None
     unusable: tuple[type[Exception], ...] = (Exception,)  # Triton cannot compile here, for any reason
-    if isinstance(kernels, LearnerKernels):
+    if isinstance(kernels, NativeKernels):
         attention = kernels
         unusable = (AttributeError, RuntimeError)  # a layer is missing or has another form
-        if LayerDecoder.suits(loaded):
+        if LayerDecoder.suits(loaded, kernels, wide=wide):
             kinds.insert(0, LayerDecoder)
     for kind in kinds:
         try:

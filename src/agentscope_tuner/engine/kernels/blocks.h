@@ -209,7 +209,8 @@ struct Linear {
     const T *tiles, *bias;
     int64_t inputs, outputs;
 
-    void operator()(const float* x, float* y, int64_t rows) const {
+    template <class In>
+    void operator()(const In* x, float* y, int64_t rows) const {
         multiply_tiles(x, tiles, y, rows, outputs, inputs, outputs);
         if (bias == nullptr) return;
         for (int64_t row = 0; row < rows; row++)

@@ -1,6 +1,7 @@
-// The layers of a small model for the learner: what comes before attention and what comes after it, with gradients.
+// The layers of a model for the learner: what comes before attention and what comes after it, with gradients.
 //
-// A thread takes some rows from one product to the next, so that they stay in its core's cache.
+// A thread takes some rows from one product to the next, so that they stay in its core's cache. Sums, and all between
+// products, are floats. Weights, and what they are multiplied by, are of one type, float or bfloat16.
 
 #include <memory>
 
@@ -8,51 +9,110 @@
 
 namespace {
 
-constexpr int64_t PIECE = 48;  // rows
+// Rows that a thread takes at once. Registers that hold matrices multiply fewer than these sooner than the weights of a
+// large model are read.
+constexpr int64_t PIECE = 48, PIECE_IN_MATRICES = 96;
 
-int64_t pieces_of(int64_t rows) { return (rows + PIECE - 1) / PIECE; }
+// All rows, in such pieces.
+struct Pieces {
+    int64_t rows, size;
 
-// Products with a weight (outputs, inputs) or, backwards, with its transpose.
+    template <class T>
+    static Pieces of(int64_t rows) {
+        return {rows, std::is_same_v<T, Bf16> && way == IN_MATRICES ? PIECE_IN_MATRICES : PIECE};
+    }
+
+    int64_t count() const { return (rows + size - 1) / size; }
+
+    // Calls `work(first row, rows, number of the piece)` for all pieces, by whichever of this team's threads is free.
+    template <class Work>
+    void each(Work work) const {
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t piece = 0; piece < count(); piece++)
+            work(piece * size, std::min(size, rows - piece * size), piece);
+    }
+};
+
+// A weight (outputs, inputs), whose rows may be those of several, one after the other.
+template <class T>
+struct Weight {
+    struct Part {
+        const T* start;
+        int64_t rows;
+    };
+
+    int64_t outputs() const {
+        int64_t rows = 0;
+        for (const Part& part : parts) rows += part.rows;
+        return rows;
+    }
+
+    const T* row(int64_t number) const {
+        size_t part = 0;
+        for (; number >= parts[part].rows; part++) number -= parts[part].rows;
+        return parts[part].start + number * inputs;
+    }
+
+    std::vector<Part> parts;
+    int64_t inputs;
+};
+
+// Products with a weight or, `backwards`, with its transpose. In bfloat16 both of its sizes are even.
+template <class T>
 class Product {
    public:
-    Product(const float* weight, const float* bias, int64_t outputs, int64_t inputs)
-        : Product(weight, bias, outputs, inputs, inputs, 1) {}
-
-    static Product backwards(const float* weight, int64_t outputs, int64_t inputs) {
-        return Product(weight, nullptr, inputs, outputs, 1, inputs);
-    }
+    Product(Weight<T> weight, const T* bias, bool backwards = false)
+        : weight(std::move(weight)), backwards(backwards),
+          tiles(new T[(outputs() + TILE - 1) / TILE * TILE * inputs()]),
+          linear{tiles.get(), bias, inputs(), outputs()} {}
 
     // By all threads, before any of them multiplies.
     void prepare() const {
-        const int64_t inputs = linear.inputs;
+        const int64_t inputs = linear.inputs, width = outputs();
 #pragma omp for schedule(static)
-        for (int64_t first = 0; first < linear.outputs; first += TILE) {
-            const float* const from = weight + first * down;
-            float* const to = tiles.get() + first * inputs;
-            const int64_t width = std::min(TILE, linear.outputs - first);
-            if (width < TILE) std::fill(to, to + TILE * inputs, 0.0f);
-            if (down == 1)
-                for (int64_t j = 0; j < inputs; j++)
-#pragma omp simd
-                    for (int64_t t = 0; t < width; t++) to[j * TILE + t] = from[j * across + t];
+        for (int64_t first = 0; first < width; first += TILE) {
+            T* const to = tiles.get() + first * inputs;
+            const int64_t end = std::min(first + TILE, width);
+            if (end < first + TILE) std::fill(to, to + TILE * inputs, T{});
+            if (backwards)
+                lay_out_columns(to, first, end);
             else
-                for (int64_t t = 0; t < width; t++)
-                    for (int64_t j = 0; j < inputs; j++) to[j * TILE + t] = from[t * down + j];
+                for (int64_t t = first; t < end; t++) lay_out_row(weight.row(t), to, t - first);
         }
     }
 
-    void operator()(const float* x, float* y, int64_t rows) const { linear(x, y, rows); }
+    void operator()(const T* x, float* y, int64_t rows) const { linear(x, y, rows); }
 
    private:
-    // The weight of an output and an input is at `output * down + input * across`.
-    Product(const float* weight, const float* bias, int64_t outputs, int64_t inputs, int64_t down, int64_t across)
-        : weight(weight), down(down), across(across), tiles(new float[(outputs + TILE - 1) / TILE * TILE * inputs]),
-          linear{tiles.get(), bias, inputs, outputs} {}
+    int64_t inputs() const { return backwards ? weight.outputs() : weight.inputs; }
+    int64_t outputs() const { return backwards ? weight.inputs : weight.outputs(); }
 
-    const float* const weight;
-    const int64_t down, across;
-    const std::unique_ptr<float[]> tiles;
-    const Linear<float> linear;
+    // One output's numbers become a column of a tile, of floats or of pairs.
+    void lay_out_row(const float* from, float* to, int64_t t) const {
+        for (int64_t j = 0; j < linear.inputs; j++) to[j * TILE + t] = from[j];
+    }
+    void lay_out_row(const Bf16* from, Bf16* to, int64_t t) const {
+        for (int64_t j = 0; j < linear.inputs; j += 2) std::memcpy(to + j * TILE + 2 * t, from + j, 2 * sizeof(Bf16));
+    }
+
+    // Some columns of the weight become a tile's.
+    void lay_out_columns(float* to, int64_t first, int64_t end) const {
+        for (int64_t j = 0; j < linear.inputs; j++) std::copy_n(weight.row(j) + first, end - first, to + j * TILE);
+    }
+    void lay_out_columns(Bf16* to, int64_t first, int64_t end) const {
+        uint32_t* const pairs = reinterpret_cast<uint32_t*>(to);
+        for (int64_t j = 0; j < linear.inputs; j += 2) {
+            const Bf16 *const even = weight.row(j) + first, *const odd = weight.row(j + 1) + first;
+#pragma omp simd
+            for (int64_t t = 0; t < end - first; t++)
+                pairs[j / 2 * TILE + t] = even[t].bits | static_cast<uint32_t>(odd[t].bits) << 16;
+        }
+    }
+
+    const Weight<T> weight;
+    const bool backwards;
+    const std::unique_ptr<T[]> tiles;
+    const Linear<T> linear;
 };
 
 // How projections become queries, keys and values: norms over heads, which may be missing, then rotary embedding.
@@ -62,8 +122,6 @@ struct Turning {
     const int64_t* positions;
     int64_t heads, kv_heads, d;
     float scaling, eps;
-
-    int64_t outputs() const { return (heads + 2 * kv_heads) * d; }
 
     // Splits a row's projections (heads + 2 kv_heads, d).
     void split(const float* from, float* q, float* k, float* v, int64_t row) const {
@@ -76,7 +134,8 @@ struct Turning {
     }
 
     // Joins the gradients of a row's queries, keys and values to that of its projections; adds to those of the norms.
-    void join(const float* from, const float* q, const float* k, const float* v, float* grad, float* grad_q_norm,
+    template <class T>
+    void join(const T* from, const float* q, const float* k, const float* v, float* grad, float* grad_q_norm,
               float* grad_k_norm, int64_t row) const {
         for (int64_t head = 0; head < heads; head++, from += d, grad += d)
             back(from, q_norm, q + (row * heads + head) * d, grad, grad_q_norm, row, scaling);
@@ -86,9 +145,10 @@ struct Turning {
     }
 
    private:
-    void back(const float* in, const float* norm, const float* placed, float* grad, float* grad_norm, int64_t row,
+    template <class T>
+    void back(const T* in, const float* norm, const float* placed, float* grad, float* grad_norm, int64_t row,
               float by) const {
-        thread_local std::vector<float> turned;
+        thread_local std::vector<float> turned, head;
         turned.resize(d);
         turn(placed, cosines + positions[row] * d, sines + positions[row] * d, turned.data(), d / 2, -1);
         for (int64_t j = 0; j < d; j++) turned[j] *= by;
@@ -96,19 +156,25 @@ struct Turning {
             std::copy_n(turned.data(), d, grad);
             return;
         }
+        head.resize(d);
         float squares = 0;
-        for (int64_t j = 0; j < d; j++) squares += in[j] * in[j];
-        norm_backward(turned.data(), nullptr, in, norm, 1 / std::sqrt(squares / d + eps), grad, grad_norm, d);
+        for (int64_t j = 0; j < d; j++) {
+            head[j] = number(in[j]);
+            squares += head[j] * head[j];
+        }
+        norm_backward(turned.data(), nullptr, head.data(), norm, 1 / std::sqrt(squares / d + eps), grad, grad_norm, d);
     }
 };
 
-void scale_row(const float* in, float by, const float* weight, float* out, int64_t d) {
+template <class Out>
+void scale_row(const float* in, float by, const float* weight, Out* out, int64_t d) {
 #pragma omp simd
-    for (int64_t j = 0; j < d; j++) out[j] = in[j] * by * weight[j];
+    for (int64_t j = 0; j < d; j++) put(out + j, in[j] * by * weight[j]);
 }
 
 // The norm of a row; returns the inverse root of its mean square.
-float norm_row(const float* in, const float* weight, float* out, int64_t d, float eps) {
+template <class Out>
+float norm_row(const float* in, const float* weight, Out* out, int64_t d, float eps) {
     float squares = 0;
 #pragma omp simd reduction(+ : squares)
     for (int64_t j = 0; j < d; j++) squares += in[j] * in[j];
@@ -117,19 +183,28 @@ float norm_row(const float* in, const float* weight, float* out, int64_t d, floa
     return by;
 }
 
-// Calls `work(first row, rows, number of the piece)` for all pieces, by whichever of this team's threads is free.
-template <class Work>
-void each_piece(int64_t rows, Work work) {
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t piece = 0; piece < pieces_of(rows); piece++)
-        work(piece * PIECE, std::min(PIECE, rows - piece * PIECE), piece);
+// Writes numbers as they are kept, if that is elsewhere or rounded.
+template <class T>
+void keep(const float* from, T* to, int64_t n) {
+    if constexpr (std::is_same_v<T, float>)
+        if (from == to) return;
+#pragma omp simd
+    for (int64_t j = 0; j < n; j++) put(to + j, from[j]);
+}
+
+// Where a piece of what is kept is computed: in its place, or in a room of floats before it is rounded.
+template <class T>
+float* place(T* kept, std::vector<float>& room) {
+    if constexpr (std::is_same_v<T, float>)
+        if (kept != nullptr) return kept;
+    return room.data();
 }
 
 // A sum (d) over rows, of which every piece adds up its own, so that it is the same whoever did them; none where there is
 // nowhere to put it.
 class RowSum {
    public:
-    RowSum(float* to, int64_t d, int64_t rows) : to(to), d(d), parts(to == nullptr ? 0 : pieces_of(rows) * d) {}
+    RowSum(float* to, int64_t d, Pieces pieces) : to(to), d(d), parts(to == nullptr ? 0 : pieces.count() * d) {}
 
     float* part(int64_t piece) { return to == nullptr ? nullptr : &parts[piece * d]; }
 
@@ -146,56 +221,58 @@ class RowSum {
     std::vector<float> parts;
 };
 
-}  // namespace
-
 // From the sum x (rows, width) to queries (rows, heads, d), scaled, and keys and values (rows, kv_heads, d). The weight is
 // that of all three projections; scales (rows) of norms and, where heads have norms, projections (rows, outputs) are kept.
-extern "C" void layer_in(const float* x, const float* norm, const float* weight, const float* bias, const float* q_norm,
-                         const float* k_norm, const float* cosines, const float* sines, const int64_t* positions,
-                         float* scales, float* projected, float* q, float* k, float* v, int64_t rows, int64_t width,
-                         int64_t heads, int64_t kv_heads, int64_t d, float scaling, float eps) {
-    const Turning turning{q_norm, k_norm, cosines, sines, positions, heads, kv_heads, d, scaling, eps};
-    const int64_t outputs = turning.outputs();
-    const Product project(weight, bias, outputs, width);
+template <class T>
+void layer_in(const float* x, const float* norm, Weight<T> weight, const T* bias, Turning turning, float* scales,
+              T* projected, float* q, float* k, float* v, int64_t rows, float eps) {
+    const auto pieces = Pieces::of<T>(rows);
+    const int64_t outputs = weight.outputs(), width = weight.inputs;
+    const Product<T> project(std::move(weight), bias);
 #pragma omp parallel
     {
-        std::vector<float> normed(PIECE * width), room(projected == nullptr ? PIECE * outputs : 0);
+        const Matrices matrices(way == IN_MATRICES);
+        std::vector<T> normed(pieces.size * width);
+        std::vector<float> room(pieces.size * outputs);
         project.prepare();
-        each_piece(rows, [&](int64_t first, int64_t n, int64_t) {
-            float* const to = projected == nullptr ? room.data() : projected + first * outputs;
+        pieces.each([&](int64_t first, int64_t n, int64_t) {
+            T* const kept = projected == nullptr ? nullptr : projected + first * outputs;
+            float* const to = place(kept, room);
             for (int64_t i = 0; i < n; i++)
                 scales[first + i] = norm_row(x + (first + i) * width, norm, &normed[i * width], width, eps);
             project(normed.data(), to, n);
             for (int64_t i = 0; i < n; i++) turning.split(to + i * outputs, q, k, v, first + i);
+            if (kept != nullptr) keep(to, kept, n * outputs);
         });
     }
 }
 
 // Gradients of `layer_in`, by those of queries, keys and values, and what else there is of the sum's. That of the weight
 // is the product of grad_projected (rows, outputs) and normed (rows, width).
-extern "C" void layer_in_backward(const float* grad_q, const float* grad_k, const float* grad_v, const float* grad_sum,
-                                  const float* x, const float* norm, const float* weight, const float* q_norm,
-                                  const float* k_norm, const float* cosines, const float* sines,
-                                  const int64_t* positions, const float* scales, const float* projected, float* normed,
-                                  float* grad_projected, float* grad_x, float* grad_norm, float* grad_bias,
-                                  float* grad_q_norm, float* grad_k_norm, int64_t rows, int64_t width, int64_t heads,
-                                  int64_t kv_heads, int64_t d, float scaling, float eps) {
-    const Turning turning{q_norm, k_norm, cosines, sines, positions, heads, kv_heads, d, scaling, eps};
-    const int64_t outputs = turning.outputs();
-    const Product project = Product::backwards(weight, outputs, width);
-    RowSum norm_sum(grad_norm, width, rows), bias_sum(grad_bias, outputs, rows), q_sum(grad_q_norm, d, rows),
-        k_sum(grad_k_norm, d, rows);
+template <class T>
+void layer_in_backward(const float* grad_q, const float* grad_k, const float* grad_v, const float* grad_sum,
+                       const float* x, const float* norm, Weight<T> weight, Turning turning, const float* scales,
+                       const T* projected, T* normed, T* grad_projected, float* grad_x, float* grad_norm,
+                       float* grad_bias, float* grad_q_norm, float* grad_k_norm, int64_t rows) {
+    const auto pieces = Pieces::of<T>(rows);
+    const int64_t outputs = weight.outputs(), width = weight.inputs, d = turning.d;
+    const Product<T> project(std::move(weight), nullptr, true);
+    RowSum norm_sum(grad_norm, width, pieces), bias_sum(grad_bias, outputs, pieces), q_sum(grad_q_norm, d, pieces),
+        k_sum(grad_k_norm, d, pieces);
 #pragma omp parallel
     {
-        std::vector<float> change(PIECE * width);
+        const Matrices matrices(way == IN_MATRICES);
+        std::vector<float> change(pieces.size * width), room(outputs);
         project.prepare();
-        each_piece(rows, [&](int64_t first, int64_t n, int64_t piece) {
+        pieces.each([&](int64_t first, int64_t n, int64_t piece) {
             for (int64_t row = first; row < first + n; row++) {
-                float* const to = grad_projected + row * outputs;
+                T* const kept = grad_projected + row * outputs;
+                float* const to = place(kept, room);
                 turning.join(projected == nullptr ? nullptr : projected + row * outputs, grad_q, grad_k, grad_v, to,
                              q_sum.part(piece), k_sum.part(piece), row);
                 if (float* const sum = bias_sum.part(piece))
                     for (int64_t j = 0; j < outputs; j++) sum[j] += to[j];
+                keep(to, kept, outputs);
             }
             project(grad_projected + first * outputs, change.data(), n);
             for (int64_t row = first; row < first + n; row++) {
@@ -211,17 +288,22 @@ extern "C" void layer_in_backward(const float* grad_q, const float* grad_k, cons
 
 // From the sum x (rows, width) and what was attended to (rows, attended), to the next sum y. The middle one, scales (rows)
 // of its norm, and what gates are made of, gate and up (rows, 2 inner), are kept.
-extern "C" void layer_out(const float* x, const float* attended, const float* out, const float* norm,
-                          const float* gate_up, const float* down, float* middle, float* scales, float* joined, float* y,
-                          int64_t rows, int64_t width, int64_t size, int64_t inner, float eps) {
-    const Product to_width(out, nullptr, width, size), to_inner(gate_up, nullptr, 2 * inner, width),
-        from_inner(down, nullptr, width, inner);
+template <class T>
+void layer_out(const float* x, const T* attended, const T* out, const float* norm, const T* gate,
+               const T* up, const T* down, float* middle, float* scales, T* joined, float* y, int64_t rows,
+               int64_t width, int64_t size, int64_t inner, float eps) {
+    const auto pieces = Pieces::of<T>(rows);
+    const Product<T> to_width({{{out, width}}, size}, nullptr),
+        to_inner({{{gate, inner}, {up, inner}}, width}, nullptr), from_inner({{{down, width}}, inner}, nullptr);
 #pragma omp parallel
     {
-        std::vector<float> change(PIECE * width), normed(PIECE * width), gated(PIECE * inner);
-        for (const Product* product : {&to_width, &to_inner, &from_inner}) product->prepare();
-        each_piece(rows, [&](int64_t first, int64_t n, int64_t) {
-            float *const sums = middle + first * width, *const gates = joined + first * 2 * inner;
+        const Matrices matrices(way == IN_MATRICES);
+        std::vector<float> change(pieces.size * width), room(std::is_same_v<T, float> ? 0 : pieces.size * 2 * inner);
+        std::vector<T> normed(pieces.size * width), gated(pieces.size * inner);
+        for (const Product<T>* product : {&to_width, &to_inner, &from_inner}) product->prepare();
+        pieces.each([&](int64_t first, int64_t n, int64_t) {
+            T* const kept = joined + first * 2 * inner;
+            float *const sums = middle + first * width, *const gates = place(kept, room);
             std::copy_n(x + first * width, n * width, sums);
             to_width(attended + first * size, change.data(), n);
             for (int64_t i = 0; i < n; i++)
@@ -229,36 +311,41 @@ extern "C" void layer_out(const float* x, const float* attended, const float* ou
                     add_norm(sums + i * width, &change[i * width], norm, &normed[i * width], width, eps);
             to_inner(normed.data(), gates, n);
             for (int64_t i = 0; i < n; i++) gate_joined(gates + i * 2 * inner, &gated[i * inner], inner);
+            keep(gates, kept, n * 2 * inner);
             from_inner(gated.data(), change.data(), n);
             for (int64_t i = 0; i < n * width; i++) y[first * width + i] = sums[i] + change[i];
         });
     }
 }
 
-// Gradients of `layer_out`, by that of y. Those of weights are products: of grad_middle (rows, width), which is also x's,
-// and attended; of grad_joined (rows, 2 inner) and normed (rows, width); of grad and gated (rows, inner).
-extern "C" void layer_out_backward(const float* grad, const float* middle, const float* scales, const float* joined,
-                                   const float* out, const float* norm, const float* gate_up, const float* down,
-                                   float* gated, float* grad_joined, float* normed, float* grad_middle,
-                                   float* grad_attended, float* grad_norm, int64_t rows, int64_t width, int64_t size,
-                                   int64_t inner) {
-    const Product to_attended = Product::backwards(out, width, size),
-                  from_gates = Product::backwards(gate_up, 2 * inner, width),
-                  to_gated = Product::backwards(down, width, inner);
-    RowSum norm_sum(grad_norm, width, rows);
+// Gradients of `layer_out`, by that of y (rows, width), which is also given in the weights' type, `rounded`. Those of
+// weights are products: of rounded_middle (rows, width), as grad_middle is rounded, and attended; of grad_joined (rows,
+// 2 inner) and normed (rows, width); of rounded and gated (rows, inner).
+template <class T>
+void layer_out_backward(const float* grad, const T* rounded, const float* middle, const float* scales, const T* joined,
+                        const T* out, const float* norm, const T* gate, const T* up, const T* down, T* gated,
+                        T* grad_joined, T* normed, float* grad_middle, T* rounded_middle, float* grad_attended,
+                        float* grad_norm, int64_t rows, int64_t width, int64_t size, int64_t inner) {
+    const auto pieces = Pieces::of<T>(rows);
+    const Product<T> to_attended({{{out, width}}, size}, nullptr, true),
+        from_gates({{{gate, inner}, {up, inner}}, width}, nullptr, true),
+        to_gated({{{down, width}}, inner}, nullptr, true);
+    RowSum norm_sum(grad_norm, width, pieces);
 #pragma omp parallel
     {
-        std::vector<float> change(PIECE * width), grad_gated(PIECE * inner);
-        for (const Product* product : {&to_attended, &from_gates, &to_gated}) product->prepare();
-        each_piece(rows, [&](int64_t first, int64_t n, int64_t piece) {
-            to_gated(grad + first * width, grad_gated.data(), n);
+        const Matrices matrices(way == IN_MATRICES);
+        std::vector<float> change(pieces.size * width), grad_gated(pieces.size * inner);
+        for (const Product<T>* product : {&to_attended, &from_gates, &to_gated}) product->prepare();
+        pieces.each([&](int64_t first, int64_t n, int64_t piece) {
+            to_gated(rounded + first * width, grad_gated.data(), n);
             for (int64_t i = 0; i < n; i++) {
-                const float* const gates = joined + (first + i) * 2 * inner;
-                float* const to = grad_joined + (first + i) * 2 * inner;
+                const T* const gates = joined + (first + i) * 2 * inner;
+                T* const to = grad_joined + (first + i) * 2 * inner;
                 gate_joined(gates, gated + (first + i) * inner, inner);
 #pragma omp simd
                 for (int64_t j = 0; j < inner; j++)
-                    gate_backward(grad_gated[i * inner + j], gates[j], gates[inner + j], to + j, to + inner + j);
+                    gate_backward(grad_gated[i * inner + j], number(gates[j]), number(gates[inner + j]), to + j,
+                                  to + inner + j);
             }
             from_gates(grad_joined + first * 2 * inner, change.data(), n);
             for (int64_t row = first; row < first + n; row++) {
@@ -266,9 +353,52 @@ extern "C" void layer_out_backward(const float* grad, const float* middle, const
                 scale_row(middle + at, scales[row], norm, normed + at, width);
                 norm_backward(&change[(row - first) * width], grad + at, middle + at, norm, scales[row],
                               grad_middle + at, norm_sum.part(piece), width);
+                keep(grad_middle + at, rounded_middle + at, width);
             }
-            to_attended(grad_middle + first * width, grad_attended + first * size, n);
+            to_attended(rounded_middle + first * width, grad_attended + first * size, n);
         });
     }
     norm_sum.finish();
 }
+
+}  // namespace
+
+#define LAYERS(T, NAME)                                                                                                \
+    extern "C" void layer_in_##NAME(                                                                                   \
+        const float* x, const float* norm, const T* q_weight, const T* k_weight, const T* v_weight, const T* bias,     \
+        const float* q_norm, const float* k_norm, const float* cosines, const float* sines, const int64_t* positions,  \
+        float* scales, T* projected, float* q, float* k, float* v, int64_t rows, int64_t width, int64_t heads,         \
+        int64_t kv_heads, int64_t d, float scaling, float eps) {                                                       \
+        layer_in<T>(                                                                                                   \
+            x, norm, {{{q_weight, heads * d}, {k_weight, kv_heads * d}, {v_weight, kv_heads * d}}, width}, bias,       \
+            {q_norm, k_norm, cosines, sines, positions, heads, kv_heads, d, scaling, eps}, scales, projected, q, k, v, \
+            rows, eps);                                                                                                \
+    }                                                                                                                  \
+    extern "C" void layer_in_backward_##NAME(                                                                          \
+        const float* grad_q, const float* grad_k, const float* grad_v, const float* grad_sum, const float* x,          \
+        const float* norm, const T* q_weight, const T* k_weight, const T* v_weight, const float* q_norm,               \
+        const float* k_norm, const float* cosines, const float* sines, const int64_t* positions, const float* scales,  \
+        const T* projected, T* normed, T* grad_projected, float* grad_x, float* grad_norm, float* grad_bias,           \
+        float* grad_q_norm, float* grad_k_norm, int64_t rows, int64_t width, int64_t heads, int64_t kv_heads,          \
+        int64_t d, float scaling, float eps) {                                                                         \
+        layer_in_backward<T>(                                                                                          \
+            grad_q, grad_k, grad_v, grad_sum, x, norm,                                                                 \
+            {{{q_weight, heads * d}, {k_weight, kv_heads * d}, {v_weight, kv_heads * d}}, width},                      \
+            {q_norm, k_norm, cosines, sines, positions, heads, kv_heads, d, scaling, eps}, scales, projected, normed,  \
+            grad_projected, grad_x, grad_norm, grad_bias, grad_q_norm, grad_k_norm, rows);                             \
+    }                                                                                                                  \
+    extern "C" void layer_out_##NAME(const float* x, const T* attended, const T* out, const float* norm, const T* gate,\
+                                     const T* up, const T* down, float* middle, float* scales, T* joined, float* y,    \
+                                     int64_t rows, int64_t width, int64_t size, int64_t inner, float eps) {            \
+        layer_out(x, attended, out, norm, gate, up, down, middle, scales, joined, y, rows, width, size, inner, eps);   \
+    }                                                                                                                  \
+    extern "C" void layer_out_backward_##NAME(                                                                         \
+        const float* grad, const T* rounded, const float* middle, const float* scales, const T* joined, const T* out,  \
+        const float* norm, const T* gate, const T* up, const T* down, T* gated, T* grad_joined, T* normed,             \
+        float* grad_middle, T* rounded_middle, float* grad_attended, float* grad_norm, int64_t rows, int64_t width,    \
+        int64_t size, int64_t inner) {                                                                                 \
+        layer_out_backward(grad, rounded, middle, scales, joined, out, norm, gate, up, down, gated, grad_joined,       \
+                           normed, grad_middle, rounded_middle, grad_attended, grad_norm, rows, width, size, inner);   \
+    }
+LAYERS(float, float)
+LAYERS(Bf16, bf16)

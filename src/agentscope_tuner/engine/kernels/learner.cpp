@@ -292,23 +292,24 @@ void swiglu_backward(const T* grad, const T* gate, const T* up, T* grad_gate, T*
 
 // For logits (rows, vocabulary) over temperatures (rows), where 0 counts as 1: the log-probability of each row's token,
 // the row's entropy, and the logarithm of its sum of exponentials.
-extern "C" void choose(const float* logits, const int64_t* tokens, const float* temperatures, float* logprobs,
-                       float* entropies, float* logsums, int64_t rows, int64_t vocabulary) {
+template <class T>
+void choose(const T* logits, const int64_t* tokens, const float* temperatures, float* logprobs, float* entropies,
+            float* logsums, int64_t rows, int64_t vocabulary) {
     constexpr int64_t PART = 256;  // sums of floats are kept short
 #pragma omp parallel for schedule(static)
     for (int64_t row = 0; row < rows; row++) {
-        const float* x = logits + row * vocabulary;
+        const T* x = logits + row * vocabulary;
         const float by = temperatures[row] > 0 ? 1 / temperatures[row] : 1;
-        float most = x[0];
+        float most = number(x[0]);
 #pragma omp simd reduction(max : most)
-        for (int64_t j = 0; j < vocabulary; j++) most = std::max(most, x[j]);
+        for (int64_t j = 0; j < vocabulary; j++) most = std::max(most, number(x[j]));
         double total = 0, mean = 0;
         for (int64_t first = 0; first < vocabulary; first += PART) {
             float sum = 0, weighed = 0;
 #pragma omp simd reduction(+ : sum, weighed)
             for (int64_t j = first; j < std::min(first + PART, vocabulary); j++) {
                 // Minus infinity times a weight of zero would be no number.
-                const float score = bounded_below((x[j] - most) * by), weight = exponential(score);
+                const float score = bounded_below((number(x[j]) - most) * by), weight = exponential(score);
                 sum += weight;
                 weighed += weight * score;
             }
@@ -316,27 +317,30 @@ extern "C" void choose(const float* logits, const int64_t* tokens, const float* 
             mean += weighed;
         }
         const double logsum = std::log(total);
-        logprobs[row] = (x[tokens[row]] - most) * by - logsum;
+        logprobs[row] = (number(x[tokens[row]]) - most) * by - logsum;
         entropies[row] = logsum - mean / total;
         logsums[row] = most * by + logsum;
     }
 }
 
 // Turns the logits of `choose` into their gradient, from those of log-probabilities and of entropies.
-extern "C" void choose_backward(const float* grad_logprobs, const float* grad_entropies, float* logits,
-                                const int64_t* tokens, const float* temperatures, const float* entropies,
-                                const float* logsums, int64_t rows, int64_t vocabulary) {
+template <class T>
+void choose_backward(const float* grad_logprobs, const float* grad_entropies, T* logits, const int64_t* tokens,
+                     const float* temperatures, const float* entropies, const float* logsums, int64_t rows,
+                     int64_t vocabulary) {
 #pragma omp parallel for schedule(static)
     for (int64_t row = 0; row < rows; row++) {
-        float* x = logits + row * vocabulary;
+        T* x = logits + row * vocabulary;
         const float by = temperatures[row] > 0 ? 1 / temperatures[row] : 1;
         const float chosen = grad_logprobs[row], spread = grad_entropies[row];
+        const auto gradient = [&](int64_t j) {
+            const float logprob = bounded_below(number(x[j]) * by - logsums[row]);
+            return -exponential(logprob) * (chosen + spread * (logprob + entropies[row])) * by;
+        };
+        const float its_own = gradient(tokens[row]) + chosen * by;
 #pragma omp simd
-        for (int64_t j = 0; j < vocabulary; j++) {
-            const float logprob = bounded_below(x[j] * by - logsums[row]);
-            x[j] = -exponential(logprob) * (chosen + spread * (logprob + entropies[row])) * by;
-        }
-        x[tokens[row]] += chosen * by;
+        for (int64_t j = 0; j < vocabulary; j++) put(x + j, gradient(j));
+        put(x + tokens[row], its_own);
     }
 }
 
@@ -355,6 +359,16 @@ extern "C" void choose_backward(const float* grad_logprobs, const float* grad_en
     extern "C" void swiglu_backward_##NAME(const T* grad, const T* gate, const T* up, T* grad_gate, T* grad_up,        \
                                            int64_t n) {                                                                \
         swiglu_backward(grad, gate, up, grad_gate, grad_up, n);                                                        \
+    }                                                                                                                  \
+    extern "C" void choose_##NAME(const T* logits, const int64_t* tokens, const float* temperatures, float* logprobs,  \
+                                  float* entropies, float* logsums, int64_t rows, int64_t vocabulary) {                \
+        choose(logits, tokens, temperatures, logprobs, entropies, logsums, rows, vocabulary);                          \
+    }                                                                                                                  \
+    extern "C" void choose_backward_##NAME(const float* grad_logprobs, const float* grad_entropies, T* logits,         \
+                                           const int64_t* tokens, const float* temperatures, const float* entropies,   \
+                                           const float* logsums, int64_t rows, int64_t vocabulary) {                   \
+        choose_backward(grad_logprobs, grad_entropies, logits, tokens, temperatures, entropies, logsums, rows,         \
+                        vocabulary);                                                                                   \
     }
 LEARNER(float, float)
 LEARNER(Bf16, bf16)

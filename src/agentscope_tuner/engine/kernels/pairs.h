@@ -125,23 +125,49 @@ void multiply_pairs(const uint32_t* a, const uint32_t* tile, int64_t stride, int
                            add || whole > 0);
 }
 
-// out (m, n), rows of `stride` numbers, becomes a (m, d) times keys in tiles of pairs (any, d / 2, TILE, 2).
+// out (m, n), rows of `stride` numbers, becomes pairs a (m, d / 2) times keys in tiles of pairs (any, d / 2, TILE, 2).
+void multiply_tiles(const uint32_t* a, const Bf16* tiles, float* out, int64_t m, int64_t n, int64_t d, int64_t stride) {
+    const int64_t half = even(d) / 2;
+    const uint32_t* const pairs = reinterpret_cast<const uint32_t*>(tiles);
+    for (int64_t first = 0; first < n; first += TILE)
+        multiply_pairs(a, pairs + first * half, TILE, half, out + first, stride, m, std::min(TILE, n - first), false);
+}
+
+// The same for a (m, d) in floats, which are rounded, unless numbers are multiplied one by one.
 void multiply_tiles(const float* a, const Bf16* tiles, float* out, int64_t m, int64_t n, int64_t d, int64_t stride) {
     thread_local std::vector<uint32_t> paired;
     thread_local std::vector<float> wide;
-    const int64_t half = even(d) / 2;
-    const uint32_t* const rows = way == ONE_BY_ONE ? nullptr : pair_rows(a, m, d, d, paired);
+    if (way != ONE_BY_ONE) {
+        multiply_tiles(pair_rows(a, m, d, d, paired), tiles, out, m, n, d, stride);
+        return;
+    }
     for (int64_t first = 0; first < n; first += TILE) {
         const Bf16* const tile = tiles + first * even(d);
         const int64_t width = std::min(TILE, n - first);
-        if (way != ONE_BY_ONE)
-            multiply_pairs(rows, reinterpret_cast<const uint32_t*>(tile), TILE, half, out + first, stride, m, width,
-                           false);
-        else if (m > TOGETHER)
+        if (m > TOGETHER)
             score_tile<TOGETHER>(a, widened({tile, TILE}, d, TILE, wide), out + first, m, width, d, stride);
         else
             score_tile<TOGETHER>(a, PairRows{tile, TILE}, out + first, m, width, d, stride);
     }
+}
+
+// The same for a (m, d) in bfloat16, where d is even.
+void multiply_tiles(const Bf16* a, const Bf16* tiles, float* out, int64_t m, int64_t n, int64_t d, int64_t stride) {
+    thread_local std::vector<uint32_t> room;
+    thread_local std::vector<float> wide;
+    if (way == ONE_BY_ONE) {
+        wide.resize(m * d);
+        for (int64_t i = 0; i < m * d; i++) wide[i] = number(a[i]);
+        multiply_tiles(wide.data(), tiles, out, m, n, d, stride);
+        return;
+    }
+    const uint32_t* rows = reinterpret_cast<const uint32_t*>(a);
+    if (way == IN_MATRICES && m % SIDE != 0) {  // registers are filled, with whatever there is
+        room.resize((m + SIDE - 1) / SIDE * SIDE * d / 2);
+        std::memcpy(room.data(), a, m * d * sizeof(Bf16));
+        rows = room.data();
+    }
+    multiply_tiles(rows, tiles, out, m, n, d, stride);
 }
 
 // Adds weights (m, n), rows of `stride` numbers, times values in pairs (n / 2, d, 2) to out (m, d). If n is odd, what the
