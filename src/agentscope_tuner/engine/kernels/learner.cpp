@@ -333,14 +333,15 @@ void choose_backward(const float* grad_logprobs, const float* grad_entropies, T*
         T* x = logits + row * vocabulary;
         const float by = temperatures[row] > 0 ? 1 / temperatures[row] : 1;
         const float chosen = grad_logprobs[row], spread = grad_entropies[row];
-        const auto gradient = [&](int64_t j) {
-            const float logprob = bounded_below(number(x[j]) * by - logsums[row]);
-            return -exponential(logprob) * (chosen + spread * (logprob + entropies[row])) * by;
+        const float logsum = logsums[row], entropy = entropies[row];
+        const float logit = number(x[tokens[row]]);
+        const auto gradient = [=](float of) {
+            const float logprob = bounded_below(of * by - logsum);
+            return -exponential(logprob) * (chosen + spread * (logprob + entropy)) * by;
         };
-        const float its_own = gradient(tokens[row]) + chosen * by;
 #pragma omp simd
-        for (int64_t j = 0; j < vocabulary; j++) put(x + j, gradient(j));
-        put(x + tokens[row], its_own);
+        for (int64_t j = 0; j < vocabulary; j++) put(x + j, gradient(number(x[j])));
+        put(x + tokens[row], gradient(logit) + chosen * by);
     }
 }
 
