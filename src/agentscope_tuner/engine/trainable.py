@@ -228,22 +228,22 @@ class LayerDecoder(TrainableDecoder):
             attention, mlp = block.self_attn, block.mlp
             projections = (attention.q_proj, attention.k_proj, attention.v_proj)
             biases = [projection.bias for projection in projections if projection.bias is not None]
-            head_norms = [attention.q_norm, attention.k_norm] if hasattr(attention, "q_norm") else []
-            norms = [
-                norm.weight.float() for norm in (block.input_layernorm, block.post_attention_layernorm, *head_norms)
-            ]
+            norms = [attention.q_norm, attention.k_norm] if hasattr(attention, "q_norm") else []
+            before, after, *head_norms = (
+                norm.weight.float() for norm in (block.input_layernorm, block.post_attention_layernorm, *norms)
+            )
             heads = Heads(
-                norms[2:], self._cosines, self._sines, positions[0],
+                head_norms, self._cosines, self._sines, positions[0],
                 len(attention.k_proj.weight) // attention.head_dim, attention.scaling, self._eps,
             )  # fmt: skip
             x, attended = _LayerIn.apply(
-                x, norms[0], *(projection.weight for projection in projections), torch.cat(biases) if biases else None,
-                heads, layout, self._kernels, *norms[2:],
+                x, before, *(projection.weight for projection in projections), torch.cat(biases) if biases else None,
+                heads, layout, self._kernels, *head_norms,
             )  # type: ignore[no-untyped-call]  # fmt: skip
             if block is base.layers[-1]:
                 x, attended = _take(rows, x, attended)
             x = _LayerOut.apply(
-                x, attended.to(self._outer), attention.o_proj.weight, norms[1], mlp.gate_proj.weight,
+                x, attended.to(self._outer), attention.o_proj.weight, after, mlp.gate_proj.weight,
                 mlp.up_proj.weight, mlp.down_proj.weight, self._eps, self._kernels,
             )  # type: ignore[no-untyped-call]  # fmt: skip
         return self._norm(x, base.norm, self._outer)[None]

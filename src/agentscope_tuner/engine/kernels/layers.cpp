@@ -194,9 +194,10 @@ void keep(const float* from, T* to, int64_t n) {
 
 // Where a piece of what is kept is computed: in its place, or in a room of floats before it is rounded.
 template <class T>
-float* place(T* kept, std::vector<float>& room) {
+float* place(T* kept, std::vector<float>& room, int64_t size) {
     if constexpr (std::is_same_v<T, float>)
         if (kept != nullptr) return kept;
+    room.resize(size);
     return room.data();
 }
 
@@ -233,11 +234,11 @@ void layer_in(const float* x, const float* norm, Weight<T> weight, const T* bias
     {
         const Matrices matrices(way == IN_MATRICES);
         std::vector<T> normed(pieces.size * width);
-        std::vector<float> room(pieces.size * outputs);
+        std::vector<float> room;
         project.prepare();
         pieces.each([&](int64_t first, int64_t n, int64_t) {
             T* const kept = projected == nullptr ? nullptr : projected + first * outputs;
-            float* const to = place(kept, room);
+            float* const to = place(kept, room, pieces.size * outputs);
             for (int64_t i = 0; i < n; i++)
                 scales[first + i] = norm_row(x + (first + i) * width, norm, &normed[i * width], width, eps);
             project(normed.data(), to, n);
@@ -262,12 +263,12 @@ void layer_in_backward(const float* grad_q, const float* grad_k, const float* gr
 #pragma omp parallel
     {
         const Matrices matrices(way == IN_MATRICES);
-        std::vector<float> change(pieces.size * width), room(outputs);
+        std::vector<float> change(pieces.size * width), room;
         project.prepare();
         pieces.each([&](int64_t first, int64_t n, int64_t piece) {
             for (int64_t row = first; row < first + n; row++) {
                 T* const kept = grad_projected + row * outputs;
-                float* const to = place(kept, room);
+                float* const to = place(kept, room, outputs);
                 turning.join(projected == nullptr ? nullptr : projected + row * outputs, grad_q, grad_k, grad_v, to,
                              q_sum.part(piece), k_sum.part(piece), row);
                 if (float* const sum = bias_sum.part(piece))
@@ -298,12 +299,12 @@ void layer_out(const float* x, const T* attended, const T* out, const float* nor
 #pragma omp parallel
     {
         const Matrices matrices(way == IN_MATRICES);
-        std::vector<float> change(pieces.size * width), room(std::is_same_v<T, float> ? 0 : pieces.size * 2 * inner);
+        std::vector<float> change(pieces.size * width), room;
         std::vector<T> normed(pieces.size * width), gated(pieces.size * inner);
         for (const Product<T>* product : {&to_width, &to_inner, &from_inner}) product->prepare();
         pieces.each([&](int64_t first, int64_t n, int64_t) {
             T* const kept = joined + first * 2 * inner;
-            float *const sums = middle + first * width, *const gates = place(kept, room);
+            float *const sums = middle + first * width, *const gates = place(kept, room, pieces.size * 2 * inner);
             std::copy_n(x + first * width, n * width, sums);
             to_width(attended + first * size, change.data(), n);
             for (int64_t i = 0; i < n; i++)
