@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -12,14 +13,14 @@ from engine_tools import load
 from agentscope_tuner.config import AlgorithmConfig, EngineConfig, LoraConfig, TunerModelConfig
 from agentscope_tuner.engine import memory, products
 from agentscope_tuner.engine.learner import Learner
-from agentscope_tuner.engine.memory import StepMemory, estimate, pass_tokens
+from agentscope_tuner.engine.memory import FreedMemory, StepMemory, estimate, pass_tokens
 from agentscope_tuner.engine.models import load_model
 from agentscope_tuner.engine.trainable import TreePass
 from agentscope_tuner.errors import ConfigError
 
-# A process of its own, so that the peak is that of these steps.
-STEPS = """
-import random, re, sys
+# A process of its own, so that its memory is that of these steps.
+LEARNER = """
+import json, random, re, resource, sys
 from engine_tools import load
 from agentscope_tuner.algorithms import Datum
 from agentscope_tuner.config import AlgorithmConfig, EngineConfig
@@ -27,7 +28,7 @@ from agentscope_tuner.engine.learner import Learner
 from agentscope_tuner.engine.memory import give_back
 from agentscope_tuner.types import ModelCall
 
-budget, fast = float(sys.argv[1]), sys.argv[2] == "fast"
+budget, fast = json.loads(sys.argv[1]), sys.argv[2] == "fast"
 loaded = load("tiny-agent", max_model_len=1024)
 engine = EngineConfig(device="cpu", step_memory_gb=budget, micro_batch_tokens=10**6, fast_decoder=fast)
 learner = Learner(loaded, AlgorithmConfig(), engine, 12)
@@ -38,9 +39,12 @@ calls = [ModelCall("a", [], None, draw(tokens, k=100), draw(tokens, k=300), [0.0
 datums = [Datum(call, (-1.0) ** i, 1 / 12_000, i) for i, call in enumerate(calls)]
 learner.accumulate(datums[:1])
 learner.optimizer.zero_grad()
+"""
+
+STEPS = """
 def gb(what):  # `getrusage` would begin with what the parent process holds
     return int(re.search(what + r":\\s+(\\d+) kB", open("/proc/self/status").read())[1]) * 1024 / 1e9
-give_back(0)  # else the steps would take what importing and loading left
+give_back()  # else the steps would take what importing and loading left
 before = gb("VmRSS")
 open("/proc/self/clear_refs", "w").write("5")
 for _ in range(2):
@@ -49,19 +53,48 @@ print(gb("VmHWM") - before, gb("VmRSS") - before)
 """
 
 
+PAGES = """
+for _ in range(4):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    learner.train([datums], on_policy=False)
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def numbers(script: str, *arguments: str) -> list[float]:
+    """What a script writes."""
+    command = [sys.executable, "-c", script, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent)
+    return [*map(float, done.stdout.split())]
+
+
 @pytest.mark.parametrize("path", ["fast", "general"])
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the memory of a process as Linux tells it")
 def test_steps_use_their_budget_stay_within_it_and_give_it_back(path: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", STEPS, "0.4", path],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=Path(__file__).parent,
-    )
-    most, left = map(float, done.stdout.split())
+    most, left = numbers(LEARNER + STEPS, "0.4", path)
     assert 0.15 <= most <= 0.4
     assert left <= 0.1
+
+
+@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries are not told what to keep")
+def test_pages_are_made_once_where_nobody_set_a_bound(kept: bool) -> None:
+    fewest = min(numbers(LEARNER + PAGES, "null" if kept else "100", "fast"))
+    assert fewest < 1000 if kept else fewest > 10_000
+
+
+def test_memory_is_given_back_when_the_process_has_grown(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = iter([100, 120, 126, 80, 99, 101])
+    given: list[int] = []
+    monkeypatch.setattr(memory, "_keep_pages", lambda: True)
+    monkeypatch.setattr(memory, "_resident", lambda: next(sizes))
+    monkeypatch.setattr(memory, "give_back", lambda: given.append(step))
+    freed = FreedMemory(keep=True)
+    for step in range(6):  # noqa: B007
+        freed.after_step()
+    assert given == [2, 5]
+    FreedMemory(keep=False).after_step()
+    assert given == [2, 5, 5]
 
 
 def test_a_budget_in_tokens_and_back() -> None:
@@ -79,7 +112,7 @@ def test_a_budget_lowers_the_tokens_of_a_pass(lora: LoraConfig | None) -> None:
         config = EngineConfig(device="cpu", micro_batch_tokens=asked, **engine)
         return pass_tokens(TreePass(loaded, config), config).usual
 
-    assert tokens(None) == tokens(None, step_memory_gb=100) == 4096
+    assert tokens(None) == tokens(None, step_memory_gb=100) == 8192
     assert tokens() == tokens(step_memory_gb=100) == 6144
     assert 256 <= tokens(step_memory_gb=0.1) < tokens(step_memory_gb=0.2) < 6144
     with pytest.raises(ConfigError, match=r"to train on one sequence of 256 tokens takes 0\.\d\d GB"):
@@ -91,7 +124,7 @@ def test_a_budget_lowers_the_tokens_of_a_pass(lora: LoraConfig | None) -> None:
 def test_passes_are_longer_for_small_models_of_a_known_family_alone(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = EngineConfig(device="cpu")
     tree_pass = TreePass(load("tiny-agent", max_model_len=256), engine)
-    assert pass_tokens(tree_pass, engine).usual == 4096
+    assert pass_tokens(tree_pass, engine).usual == 8192
     monkeypatch.setattr(memory, what, lambda loaded: False)
     assert pass_tokens(tree_pass, engine).usual == 1536
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from itertools import combinations, pairwise
+
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agentscope_tuner.algorithms import packing
 from agentscope_tuner.algorithms.packing import common_prefix, pack
 
 
@@ -68,6 +73,41 @@ def test_what_is_shared_is_shared_however_long_it_is() -> None:
     assert [len(tree.ids) for tree in pack(group, max_tokens=500)] == [2400]
     assert sorted(len(tree.ids) for tree in pack(group, max_tokens=500, most_tokens=2200)) == [2200, 2200]
     assert [len(tree.ids) for tree in pack(group, max_tokens=500, most_tokens=100)] == [2050] * 8
+
+
+def test_cuts_fall_where_little_is_shared() -> None:
+    """Four episodes of four turns, each with the turns before it; only the first 50 tokens are of all episodes."""
+    turns = [[*range(50), *range(1000 * e, 1000 * e + 100 * (i + 1))] for e in range(1, 5) for i in range(4)]
+    assert [len(tree.ids) for tree in pack(turns, max_tokens=900)] == [850, 850]
+    assert [len(tree.ids) for tree in pack(turns, max_tokens=800)] == [850, 850]
+    assert [len(tree.ids) for tree in pack(turns, max_tokens=200)] == [450] * 4
+
+
+@given(
+    sizes=st.lists(st.tuples(st.integers(1, 60), st.floats(0, 1)), min_size=1, max_size=9),
+    max_tokens=st.integers(20, 200),
+)
+def test_no_other_cuts_run_less(sizes: list[tuple[int, float]], max_tokens: int) -> None:
+    lengths = [length for length, _ in sizes]
+    saved = [0] + [int(share * min(pair)) for pair, (_, share) in zip(pairwise(lengths), sizes[1:], strict=True)]
+
+    def tree(first: int, end: int) -> tuple[int, float]:
+        size = sum(lengths[first:end]) - sum(saved[first + 1 : end])
+        longest = max(saved[first + 1 : end], default=0)
+        allowed = end == first + 1 or size <= max_tokens + longest + min(longest, max_tokens)
+        cost = size + packing._TREE + packing._EXCESS * max(0, size - max_tokens)
+        return size, cost if allowed else math.inf
+
+    def cost(cuts: tuple[int, ...]) -> float:
+        return sum(tree(first, end)[1] for first, end in pairwise(cuts))
+
+    n = len(lengths)
+    others = [(0, *inner, n) for k in range(n) for inner in combinations(range(1, n), k)]
+    found = tuple(packing._cuts(lengths, saved, max_tokens, None))
+    if tree(0, n)[0] <= max_tokens:
+        assert found == (0, n)
+    else:
+        assert cost(found) == pytest.approx(min(map(cost, others)))
 
 
 def test_beginnings_too_short_to_share_count_for_every_sequence() -> None:

@@ -7,12 +7,17 @@ the gradient equals that of running every sequence by itself.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 MIN_SHARED = 24
 """Shorter shared stretches are not worth a node of their own: they cost more in overhead than they save."""
+_TREE = 100
+"""What a forward and backward pass costs beside its tokens, in tokens: weights are read, and gradients added up."""
+_EXCESS = 0.25
+"""What a token beyond the usual number costs, as it takes memory: it has to save so many tokens elsewhere."""
 
 
 @dataclass(slots=True)
@@ -63,32 +68,56 @@ def pack(
 ) -> list[PackedTree]:
     """Pack sequences into trees of about `max_tokens` tokens; a longer sequence gets a tree of its own.
 
-    Neighbours in lexicographic order share the most, so one sort finds both the trees and where to cut them. Where a
-    cut would run a shared beginning of n tokens again, a tree may have n and min(n, max_tokens) tokens more, up to
-    `most_tokens`: so long sequences share what they have in common, and cuts fall where little is shared.
+    Neighbours in lexicographic order share the most, so one sort finds both the trees and where to cut them: where the
+    least is run again (see `_cuts`). Long sequences share what they have in common, in trees that may be longer, of
+    `most_tokens` at most.
     """
     bound = None if most_tokens is None else max(max_tokens, most_tokens)
     order = sorted(range(len(sequences)), key=lambda i: sequences[i])
+    lengths = [len(sequences[i]) for i in order]
+    shared = [0] * len(order)
+    for at in range(1, len(order)):
+        shared[at] = common_prefix(sequences[order[at - 1]], sequences[order[at]])
+    saved = [
+        overlap if overlap >= min_shared or (at > 0 and overlap == lengths[at - 1]) else 0
+        for at, overlap in enumerate(shared)
+    ]
     trees: list[PackedTree] = []
-    batch: list[int] = []
-    shared: list[int] = []
-    size = 0
-    for i in order:
-        overlap = common_prefix(sequences[batch[-1]], sequences[i]) if batch else 0
-        saved = overlap if batch and (overlap >= min_shared or overlap == len(sequences[batch[-1]])) else 0
-        limit = max_tokens + saved + min(saved, max_tokens)
-        if bound is not None:
-            limit = min(limit, bound)
-        if batch and size + len(sequences[i]) - saved > limit:
-            trees += _fitting(sequences, batch, shared, min_shared, bound)
-            batch, shared, size = [], [], 0
-            overlap = saved = 0
-        batch.append(i)
-        shared.append(overlap)
-        size += len(sequences[i]) - saved
-    if batch:
-        trees += _fitting(sequences, batch, shared, min_shared, bound)
+    for first, end in pairwise(_cuts(lengths, saved, max_tokens, bound)):
+        trees += _fitting(sequences, order[first:end], [0, *shared[first + 1 : end]], min_shared, bound)
     return trees
+
+
+def _cuts(lengths: list[int], saved: list[int], max_tokens: int, bound: int | None) -> list[int]:
+    """Places to cut sorted sequences at, the first and the last one's included, so that the least is run in all.
+
+    A tree has a cost of its own, and what `saved` tells of its first sequence is run again. Where its sequences share n
+    tokens it may have n and min(n, max_tokens) more than `max_tokens`, if that is worth it.
+    """
+    ends = [0, *accumulate(length - known for length, known in zip(lengths, saved, strict=True))]
+    if ends[-1] <= max_tokens:
+        return [0, len(lengths)] if lengths else [0]
+    widest = 2 * max_tokens + max(saved)
+    costs, cuts = [0.0], [0]
+    for end in range(1, len(ends)):
+        best, cut, longest = math.inf, end - 1, 0
+        for first in range(end - 1, -1, -1):
+            size = ends[end] - ends[first] + saved[first]
+            if first < end - 1:
+                if size > widest or (bound is not None and size > bound):
+                    break
+                longest = max(longest, saved[first + 1])
+                if size > max_tokens + longest + min(longest, max_tokens):
+                    continue
+            cost = costs[first] + size + _TREE + _EXCESS * max(0, size - max_tokens)
+            if cost < best:
+                best, cut = cost, first
+        costs.append(best)
+        cuts.append(cut)
+    found = [len(lengths)]
+    while found[-1] > 0:
+        found.append(cuts[found[-1]])
+    return found[::-1]
 
 
 def _fitting(

@@ -32,6 +32,7 @@ from agentscope_tuner.engine.checkpoint import (
     save_checkpoint,
 )
 from agentscope_tuner.engine.learner import Learner, UpdateMetrics
+from agentscope_tuner.engine.memory import give_back
 from agentscope_tuner.engine.models import (
     LoadedModel,
     drop_version,
@@ -241,6 +242,7 @@ class LocalRun:
                     if self._ahead is not None:
                         self._ahead.cancel()
                         await asyncio.gather(self._ahead, return_exceptions=True)
+        give_back()
         result = self._result()
         self.view.summary(result)
         return result

@@ -258,8 +258,8 @@ class EngineConfig(_Config):
     compiled steps."""
     micro_batch_tokens: int | None = Field(default=None, ge=16)
     """Tokens per forward and backward pass of the learner, beside those that a long beginning shared by several
-    sequences has. None: on a CPU 4096 for a small model, whose layers have at most 4 MB each, and 1536 for others,
-    where more take memory but save no time; on a GPU 6144."""
+    sequences has. None: on a CPU 8192 for a small model, whose layers have at most 4 MB each, and for others 1536,
+    or 3072 where they compute in bfloat16: more take memory and save little time; on a GPU 6144."""
     step_memory_gb: float | None = Field(default=None, gt=0.0)
     """Upper bound of what training takes beside the weights, in GB: gradients, the optimizer's state, activations and
     logits; lowers `micro_batch_tokens`. None: no bound."""

@@ -21,7 +21,7 @@ from agentscope_tuner.algorithms.distributions import temper, truncate
 from agentscope_tuner.algorithms.losses import entropy, k3_divergence, policy_loss
 from agentscope_tuner.algorithms.packing import PackedTree, pack
 from agentscope_tuner.config import AlgorithmConfig, EngineConfig
-from agentscope_tuner.engine.memory import SPARE, PassTokens, pass_tokens
+from agentscope_tuner.engine.memory import PassTokens, pass_tokens
 from agentscope_tuner.engine.models import LoadedModel
 from agentscope_tuner.engine.optimizer import Optimizer
 from agentscope_tuner.engine.products import onednn_products
@@ -128,7 +128,7 @@ class Learner:
             loaded,
             betas=algorithm.adam_betas,
             weight_decay=algorithm.weight_decay,
-            spare=SPARE if engine.step_memory_gb is None else 0,
+            keep_memory=engine.step_memory_gb is None,
         )
         self._reference = None
         if algorithm.kl_coef > 0 and (loaded.lora is None or loaded.was_adapted):

@@ -7,9 +7,11 @@ scores are never kept.
 from __future__ import annotations
 
 import ctypes
+import mmap
 import sys
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -19,21 +21,22 @@ from agentscope_tuner.algorithms.packing import pack
 from agentscope_tuner.config import EngineConfig
 from agentscope_tuner.engine.fast_forms import has_fused_form, is_small
 from agentscope_tuner.engine.models import LoadedModel
+from agentscope_tuner.engine.products import computes_wide
 from agentscope_tuner.engine.trainable import TreePass, head_rows
 from agentscope_tuner.errors import ConfigError
 
-_CPU_TOKENS, _SMALL_CPU_TOKENS, _GPU_TOKENS = 1536, 4096, 6144
-"""Tokens of a pass, where the user says nothing. More hold more of a long prefix tree together, and take more memory,
-which a small model has little use for otherwise."""
+_CPU_TOKENS, _SMALL_CPU_TOKENS, _GPU_TOKENS = 1536, 8192, 6144
+"""Tokens of a pass, where the user says nothing; in bfloat16 twice the first. More hold more of a long prefix tree
+together, and take more memory, which a small model has little use for otherwise."""
 _LOGIT_COPIES = 7
 """Of a block, in float32: what its softmax and entropy make of the logits, and the gradients."""
 _MOMENTS_BYTES = 8
 """AdamW's two, in float32."""
 _MASTER_BYTES = 8
 """A weight and its gradient in float32, where the model has another precision."""
-SPARE = 2**28
-"""Bytes of freed memory that are kept for the next step, where nobody set a bound: a small model's pages would be made
-anew in every one."""
+_GROWTH = 1.25
+"""How far a process may grow with freed memory before it is given back."""
+_MEMORY = Path("/proc/self/statm")
 _ALLOCATED = 1.6
 """What the C library holds for activations, over what they need: it keeps what was freed, in pieces that do not always
 fit. 1.2 to 1.7 were measured."""
@@ -101,32 +104,54 @@ def _kept(tree_pass: TreePass, tokens: int) -> int:
     return sum(kept.values())
 
 
-def give_back(spare: int) -> None:
-    """Give free memory back to the system, where the C library is GNU's and there are more than `spare` bytes of it.
-
-    It keeps what activations leave, cut to pieces by what came between, so that passes of other lengths do not fit into
-    it and the process grows from step to step.
-    """
-    library = _c_library()
-    if not hasattr(library, "malloc_trim"):
-        return
-    if not hasattr(library, "mallinfo2") or library.mallinfo2().fordblks > spare:
+def give_back() -> None:
+    """Give free memory back to the system, where the C library is GNU's."""
+    if hasattr(library := _c_library(), "malloc_trim"):
         library.malloc_trim(0)
 
 
-class _MallInfo(ctypes.Structure):
-    """`struct mallinfo2`, in bytes; `fordblks` is what is free."""
+class FreedMemory:
+    """What becomes of the memory that training steps free.
 
-    _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
-    _fields_ = [(name, ctypes.c_size_t) for name in _names.split()]
+    The C library gives large pieces back at once, so that the next step has all their pages made anew, and zeroed: on a
+    virtual machine a tenth of its time. What the library keeps is cut to pieces by what comes in between, so that
+    passes of other lengths do not fit into it and the process grows from step to step.
+    """
+
+    def __init__(self, *, keep: bool) -> None:
+        """With `keep`, it is there for the next step, until the process has grown; else it is given back after each."""
+        self._keep = keep and _keep_pages()
+        self._usual = 0
+
+    def after_step(self) -> None:
+        """Give back what should be."""
+        if self._keep:
+            # Compared with what there was after the first step since all was given back.
+            resident = _resident()
+            self._usual = self._usual or resident
+            if resident <= _GROWTH * self._usual:
+                return
+            self._usual = 0
+        give_back()
+
+
+def _keep_pages() -> bool:
+    """Have the C library keep what is freed, in the whole process and from now on; false where it cannot."""
+    library = _c_library()
+    if not hasattr(library, "mallopt") or not _MEMORY.exists():
+        return False
+    trim_threshold, mmap_threshold = -1, -3  # as <malloc.h> has them
+    return bool(library.mallopt(trim_threshold, -1) and library.mallopt(mmap_threshold, 2**31 - 1))
+
+
+def _resident() -> int:
+    """Bytes of memory that the process has."""
+    return int(_MEMORY.read_text().split()[1]) * mmap.PAGESIZE
 
 
 @cache
 def _c_library() -> Any:
-    library: Any = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
-    if hasattr(library, "mallinfo2"):  # since 2021
-        library.mallinfo2.restype = _MallInfo
-    return library
+    return ctypes.CDLL(None) if sys.platform.startswith("linux") else None
 
 
 class PassTokens(NamedTuple):
@@ -163,4 +188,6 @@ def pass_tokens(tree_pass: TreePass, engine: EngineConfig) -> PassTokens:
 def _usual_tokens(loaded: LoadedModel) -> int:
     if loaded.device.type != "cpu":
         return _GPU_TOKENS
-    return _SMALL_CPU_TOKENS if has_fused_form(loaded) and is_small(loaded) else _CPU_TOKENS
+    if has_fused_form(loaded) and is_small(loaded):
+        return _SMALL_CPU_TOKENS
+    return 2 * _CPU_TOKENS if loaded.model.dtype == torch.bfloat16 and not computes_wide(loaded) else _CPU_TOKENS

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from agentscope_tuner.engine.memory import give_back
+from agentscope_tuner.engine.memory import FreedMemory
 from agentscope_tuner.engine.models import LoadedModel
 from agentscope_tuner.errors import TrainingStoppedError
 
@@ -27,10 +27,10 @@ class Optimizer:
         betas: tuple[float, float],
         weight_decay: float,
         eps: float = 1e-8,
-        spare: int = 0,
+        keep_memory: bool = False,
     ) -> None:
-        """AdamW with these settings; after a step, `spare` bytes of freed memory may stay with the process."""
-        self._spare = spare
+        """AdamW with these settings; with `keep_memory`, what a step frees is kept for the next one."""
+        self._freed = FreedMemory(keep=keep_memory)
         self.parameters = loaded.trainable_parameters()
         # Small updates vanish in bfloat16, so those weights have a float32 master copy.
         self.masters = {
@@ -90,7 +90,7 @@ class Optimizer:
                 if self.masters[name] is not parameter:
                     parameter.copy_(self.masters[name])
         self.zero_grad()
-        give_back(self._spare)
+        self._freed.after_step()
         return norm
 
 

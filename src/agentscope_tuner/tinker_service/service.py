@@ -224,7 +224,12 @@ class Service:
 
     def _optimizer(self, training: _Training, params: AdamParams) -> Optimizer:
         if training.optimizer is None:
-            training.optimizer = Optimizer(training.loaded, betas=(params.beta1, params.beta2), weight_decay=0.0)
+            training.optimizer = Optimizer(
+                training.loaded,
+                betas=(params.beta1, params.beta2),
+                weight_decay=0.0,
+                keep_memory=self.engine.step_memory_gb is None,
+            )
         for group in training.optimizer.adamw.param_groups:
             group.update(betas=(params.beta1, params.beta2), eps=params.eps, weight_decay=params.weight_decay)
         return training.optimizer
