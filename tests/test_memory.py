@@ -129,6 +129,17 @@ def test_passes_are_longer_for_small_models_of_a_known_family_alone(what: str, m
     assert pass_tokens(tree_pass, engine).usual == 1536
 
 
+@pytest.mark.parametrize(("wide", "tokens"), [(False, 3072), (True, 1536)])
+def test_passes_are_longer_where_activations_are_rounded(
+    wide: bool, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "is_small", lambda loaded: False)
+    monkeypatch.setattr(products, "bfloat16_is_slow", lambda: wide)
+    engine = EngineConfig(device="cpu", dtype="bfloat16")
+    loaded = load_model(TunerModelConfig(model_path="tiny-agent", max_model_len=256), engine)
+    assert pass_tokens(TreePass(loaded, engine), engine).usual == tokens
+
+
 def test_frozen_weights_in_bfloat16_keep_no_more_than_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "bfloat16_is_slow", lambda: True)
 
