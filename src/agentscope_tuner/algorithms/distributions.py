@@ -61,8 +61,7 @@ def draw_tokens(
     if truncated:
         drawn = temperature > 0
         logits = truncate(logits, torch.where(drawn, top_k, 0), torch.where(drawn, top_p, 1.0))
-    highest = logits.amax(-1, keepdim=True)
-    weights = (logits - highest).exp_()
+    weights = torch.softmax(logits, -1)
     # Two levels keep the sums short: first which block of the vocabulary, then which token of it.
     rows, vocabulary = weights.shape
     block = 256
@@ -81,5 +80,5 @@ def draw_tokens(
     token = chosen * block + torch.minimum(token, last)
     if greedy:
         token = torch.where((temperature > 0)[:, None], token, logits.argmax(-1, keepdim=True))
-    logprobs = logits.gather(1, token) - highest - total.log().to(logits.dtype)
+    logprobs = (weights.gather(1, token) / total).log().to(logits.dtype)
     return token[:, 0], logprobs[:, 0]
