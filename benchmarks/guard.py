@@ -53,7 +53,7 @@ def main() -> None:
         recorded("rollout", "staggered / static", "ours / generate", "eager / generate", **small),
     )
     slow += check(
-        lambda: multi_turn.measure("S", "float32", 10, "append-only", ROUNDS),
+        lambda: multi_turn.measure("S", "float32", 4, 10, "append-only", ROUNDS),
         recorded("multi_turn", "per call / tree, time", **small, history="append-only", turns=10),
     )
     slow += check(

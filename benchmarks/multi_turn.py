@@ -1,8 +1,8 @@
-"""Training on episodes of many turns: `python benchmarks/multi_turn.py [--size S --size M] [--rounds 5]`.
+"""Training on episodes of many turns: `python benchmarks/multi_turn.py [--size S --size M] [--tasks 4] [--rounds 5]`.
 
-The work is forward and backward over 4 tasks of 8 episodes each, of 5, 10 or 20 turns: a prompt of 100 tokens, and in
-every turn 48 sampled tokens and 32 of the environment. Either every prompt is all that was said before (`append-only`),
-or what an agent thought, 32 of the 48 tokens, is missing from its later prompts (`thinking stripped`).
+The work is forward and backward over some tasks of 8 episodes each, of 5, 10 or 20 turns: a prompt of 100 tokens, and
+in every turn 48 sampled tokens and 32 of the environment. Either every prompt is all that was said before
+(`append-only`), or what an agent thought, 32 of the 48 tokens, is missing from its later prompts (`thinking stripped`).
 
 `per call` has every call as a sequence of its own, `merged` has calls that extend each other in one sequence, and
 `tree` is what the learner does: whatever is equal in an episode and its group is run once. All three are the learner; a
@@ -30,12 +30,11 @@ from agentscope_tuner.config import AlgorithmConfig
 from agentscope_tuner.engine.learner import Learner
 from agentscope_tuner.types import ModelCall
 
-TASKS = 4
 PROMPT, THOUGHT, ANSWER, OBSERVATION = 100, 32, 16, 32
 HISTORIES = ("append-only", "thinking stripped")
 
 
-def make_calls(turns: int, history: str) -> list[list[ModelCall]]:
+def make_calls(tasks: int, turns: int, history: str) -> list[list[ModelCall]]:
     """The calls of each episode, of random tokens."""
     rng = random.Random(0)
 
@@ -43,7 +42,7 @@ def make_calls(turns: int, history: str) -> list[list[ModelCall]]:
         return [rng.randrange(300, 1000) for _ in range(n)]
 
     episodes = []
-    for _ in range(TASKS):
+    for _ in range(tasks):
         start = tokens(PROMPT)
         for _ in range(GROUP):
             prompt, calls = start, []
@@ -82,11 +81,11 @@ def gradient_error(learner: Learner, parameters: dict[str, Any], datums: list[Da
     return relative_error(together, {name: p.grad for name, p in parameters.items()})
 
 
-def measure(size: str, dtype: str, turns: int, history: str, rounds: int) -> dict[str, Any]:
+def measure(size: str, dtype: str, tasks: int, turns: int, history: str, rounds: int) -> dict[str, Any]:
     """A row of the table."""
     loaded, settings = load(size, dtype, 4096)
     learner = Learner(loaded, AlgorithmConfig(), settings, THOUGHT + ANSWER)
-    episodes = make_calls(turns, history)
+    episodes = make_calls(tasks, turns, history)
     calls = [call for episode in episodes for call in episode]
     ways = {"tree": calls, "per call": keep_apart([[call] for call in calls])}
     if history == "append-only":
@@ -105,7 +104,7 @@ def measure(size: str, dtype: str, turns: int, history: str, rounds: int) -> dic
 
     tokens, work = ({way: tokens_and_work(size, some)[i] for way, some in ways.items()} for i in (0, 1))
     times = compare({way: side(to_datums(learner, some)) for way, some in ways.items()}, rounds)
-    row: dict[str, Any] = {"model": size, "dtype": dtype, "history": history, "turns": turns}
+    row: dict[str, Any] = {"model": size, "dtype": dtype, "history": history, "turns": turns, "tasks": tasks}
     row["tree, s"] = times.seconds("tree")
     for way in ways:
         if way != "tree":
@@ -119,12 +118,13 @@ def main(
     size: Annotated[list[str] | None, typer.Option(help="S, M or L; several may be given.")] = None,
     dtype: Annotated[list[str] | None, typer.Option(help="float32 or bfloat16.")] = None,
     turns: Annotated[list[int] | None, typer.Option(help="Turns of an episode; several may be given.")] = None,
+    tasks: Annotated[int, typer.Option(help="Tasks of 8 episodes.")] = 4,
     rounds: Annotated[int, typer.Option(help="Measured rounds.")] = 5,
 ) -> None:
     """Measure, print and keep."""
     work = product(size or ["S"], dtype or ["float32"], HISTORIES, turns or [5, 10, 20])
-    rows = (measure(one, precision, n, history, rounds) for one, precision, history, n in work)
-    write_results("multi_turn", rows, ["model", "dtype", "history", "turns"])
+    rows = (measure(one, precision, tasks, n, history, rounds) for one, precision, history, n in work)
+    write_results("multi_turn", rows, ["model", "dtype", "history", "turns", "tasks"])
 
 
 if __name__ == "__main__":

@@ -242,7 +242,7 @@ class LocalRun:
                     if self._ahead is not None:
                         self._ahead.cancel()
                         await asyncio.gather(self._ahead, return_exceptions=True)
-        give_back()
+                    give_back()
         result = self._result()
         self.view.summary(result)
         return result
