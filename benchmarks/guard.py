@@ -53,8 +53,10 @@ def main() -> None:
         recorded("rollout", "staggered / static", "ours / generate", "eager / generate", **small),
     )
     slow += check(
-        lambda: multi_turn.measure("S", "float32", 4, 10, "append-only", ROUNDS),
-        recorded("multi_turn", "per call / tree, time", **small, history="append-only", turns=10),
+        lambda: multi_turn.measure("S", "float32", multi_turn.TASKS, 10, "append-only", ROUNDS),
+        recorded(
+            "multi_turn", "per call / tree, time", **small, history="append-only", turns=10, tasks=multi_turn.TASKS
+        ),
     )
     slow += check(
         lambda: grpo_step.measure("S", "float32", ROUNDS),

@@ -30,6 +30,7 @@ from agentscope_tuner.config import AlgorithmConfig
 from agentscope_tuner.engine.learner import Learner
 from agentscope_tuner.types import ModelCall
 
+TASKS = 4
 PROMPT, THOUGHT, ANSWER, OBSERVATION = 100, 32, 16, 32
 HISTORIES = ("append-only", "thinking stripped")
 
@@ -118,7 +119,7 @@ def main(
     size: Annotated[list[str] | None, typer.Option(help="S, M or L; several may be given.")] = None,
     dtype: Annotated[list[str] | None, typer.Option(help="float32 or bfloat16.")] = None,
     turns: Annotated[list[int] | None, typer.Option(help="Turns of an episode; several may be given.")] = None,
-    tasks: Annotated[int, typer.Option(help="Tasks of 8 episodes.")] = 4,
+    tasks: Annotated[int, typer.Option(help="Tasks of 8 episodes.")] = TASKS,
     rounds: Annotated[int, typer.Option(help="Measured rounds.")] = 5,
 ) -> None:
     """Measure, print and keep."""

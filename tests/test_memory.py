@@ -6,6 +6,7 @@ import platform
 import subprocess
 import sys
 from pathlib import Path
+from statistics import median
 
 import pytest
 from engine_tools import load
@@ -81,8 +82,8 @@ def test_steps_use_their_budget_stay_within_it_and_give_it_back(path: str) -> No
 @pytest.mark.parametrize("kept", [True, False])
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries are not told what to keep")
 def test_pages_are_made_once_where_nobody_set_a_bound(kept: bool) -> None:
-    fewest = min(numbers(LEARNER + PAGES, "null" if kept else "100", "fast"))
-    assert fewest < 4e6 if kept else fewest > 4e7
+    made = numbers(LEARNER + PAGES, "null" if kept else "100", "fast")
+    assert median(made) < 4e6 if kept else min(made) > 4.1e7
 
 
 def test_memory_is_given_back_when_the_process_has_grown(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,7 +72,7 @@ def attention(
 def softmax(scores: Tensor, like: Tensor) -> Tensor:
     """Over the last dimension, in the type of `like`.
 
-    PyTorch's own computes in float32, whatever it reads; where it writes bfloat16, it takes twice as long to.
+    PyTorch's own computes in float32, whatever it reads, but takes twice as long where it writes bfloat16.
     """
     return torch.softmax(scores, -1, dtype=torch.float32).to(like.dtype)
 
@@ -337,7 +337,8 @@ class SlotLayout:
         q = q.reshape(-1, kv, g * n, d)
         # A mask is added to float32 at five times the speed, and softmax computed at twice.
         scores = torch.empty(*q.shape[:3], group.mask.shape[-1], device=q.device)
-        of_prefix, own = scores.split([scores.shape[-1] - group.keys, group.keys], -1)
+        widths = [scores.shape[-1] - group.keys, group.keys]
+        of_prefix, own = scores.split(widths, -1)
         # oneDNN is slow where few rows come first, as those of one query do.
         own[:] = q @ own_keys.transpose(2, 3) if n > 1 else (own_keys @ q.transpose(2, 3)).transpose(2, 3)
         if (shared := rows.shared) is not None:
@@ -347,7 +348,7 @@ class SlotLayout:
         if shared is None:
             out = weights @ own_values
         else:
-            of_prefix, own = weights.split([of_prefix.shape[-1], group.keys], -1)
+            of_prefix, own = weights.split(widths, -1)
             out = shared.sums(layer, of_prefix) + own.contiguous() @ own_values
         out = out.reshape(-1, h, n, d).transpose(1, 2)
         return out if rows.place is None else out[rows.place]
