@@ -89,9 +89,35 @@ struct Attention {
 
     int64_t row_size() const { return cache.kv_heads * group * cache.d; }
 
+    // Each slot of a block: its first query there, how many it has, where a head of it is, how many tokens.
+    template <class Visit>
+    void each_slot(std::pair<int64_t, int64_t> block, int64_t head, Visit visit) const {
+        const int64_t first = block.first, count = block.second;
+        for (int64_t i = 0, end; i < count; i = end) {
+            for (end = i + 1; end < count && slots[first + end] == slots[first + i];) end++;
+            const int64_t own = *std::max_element(lengths + first + i, lengths + first + end);
+            visit(i * group, (end - i) * group, cache.at(slots[first + i], head), own);
+        }
+    }
+
+    // Lines of memory with what a block's slots hold of keys and values, as far as a processor keeps them until they are
+    // read: they lie apart, slot by slot, so that it does not find them by itself.
+    void find_lines(std::pair<int64_t, int64_t> block, int64_t head, std::vector<const T*>& lines) const {
+        constexpr int64_t LINE = 64 / sizeof(T), MOST = 2048;
+        lines.clear();
+        each_slot(block, head, [&](int64_t, int64_t, int64_t at, int64_t own) {
+            const int64_t numbers = (own + TILE - 1) / TILE * TILE * cache.d;
+            if (static_cast<int64_t>(lines.size()) + 2 * numbers / LINE > MOST) return;
+            for (int64_t i = 0; i < numbers; i += LINE) lines.push_back(cache.keys + at + i);
+            for (int64_t i = 0; i < own * cache.d; i += LINE) lines.push_back(cache.values + at + i);
+        });
+    }
+
     // Outputs (rows, H, d) of one key-value head, for a block of scaled queries (rows, H, d), which both begin with it.
+    // `soon` are lines that the same thread reads next, which are asked for in between.
     template <class Out>
-    void attend(const float* q, Out* out, std::pair<int64_t, int64_t> block, int64_t head) const {
+    void attend(const float* q, Out* out, std::pair<int64_t, int64_t> block, int64_t head,
+                const std::vector<const T*>& soon = {}) const {
         thread_local std::vector<float> scores, queries, sums;
         const int64_t first = block.first, count = block.second;
         const int64_t d = cache.d, many = count * group;
@@ -106,21 +132,17 @@ struct Attention {
         for (int64_t i = 0; i < count; i++)
             std::memcpy(&queries[i * group * d], q + i * row_size() + head * group * d, group * d * sizeof(float));
         multiply_tiles(queries.data(), trunk_keys, scores.data(), many, trunk.length, d, width);
-        // Each slot's own tokens, for its rows: from query `from` on, so many of them.
-        const auto each_slot = [&](auto&& visit) {
-            for (int64_t i = 0, end; i < count; i = end) {
-                for (end = i + 1; end < count && slots[first + end] == slots[first + i];) end++;
-                const int64_t own = *std::max_element(lengths + first + i, lengths + first + end);
-                visit(i * group, (end - i) * group, cache.at(slots[first + i], head), own);
-            }
-        };
-        each_slot([&](int64_t from, int64_t m, int64_t at, int64_t own) {
+        each_slot(block, head, [&](int64_t from, int64_t m, int64_t at, int64_t own) {
             multiply_tiles(&queries[from * d], cache.keys + at, &scores[from * width] + trunk.length, m, own, d, width);
         });
-        for (int64_t i = 0; i < many; i++)
+        const int64_t lines = soon.size();
+        for (int64_t i = 0; i < many; i++) {
+            for (int64_t line = i * lines / many; line < (i + 1) * lines / many; line++)
+                __builtin_prefetch(soon[line], 0, 2);
             softmax(&scores[i * width], trunk.length + lengths[first + i / group], width);
+        }
         add_values(scores.data(), width, trunk_values, sums.data(), many, trunk.length, d);
-        each_slot([&](int64_t from, int64_t m, int64_t at, int64_t own) {
+        each_slot(block, head, [&](int64_t from, int64_t m, int64_t at, int64_t own) {
             add_values(&scores[from * width] + trunk.length, width, cache.values + at, &sums[from * d], m, own, d);
         });
         for (int64_t i = 0; i < count; i++) {

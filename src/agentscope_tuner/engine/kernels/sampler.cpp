@@ -5,6 +5,7 @@
 //
 // The functions come for two types of numbers: `_float`, and `_bf16`, the upper half of a float. All sum up in floats.
 
+#include <atomic>
 #include <memory>
 
 #include "blocks.h"
@@ -54,15 +55,21 @@ void draw_rows(const T* logits, const float* temperatures, const double* uniform
 template <class T>
 void attend(const float* q, T* out, const Attention<T>& attention, int64_t rows) {
     const auto blocks = attention.blocks(0, rows);
-    const int64_t kv_heads = attention.cache.kv_heads;
+    const int64_t kv_heads = attention.cache.kv_heads, count = static_cast<int64_t>(blocks.size()) * kv_heads;
+    std::atomic<int64_t> taken{0};  // a thread takes its next work ahead, to ask for what that reads
 #pragma omp parallel
     {
         const Matrices matrices(way == IN_MATRICES);
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t work = 0; work < static_cast<int64_t>(blocks.size()) * kv_heads; work++) {
+        std::vector<const T*> lines;
+        for (int64_t work = taken++, next; work < count; work = next) {
+            next = taken++;
+            if (next < count)
+                attention.find_lines(blocks[next / kv_heads], next % kv_heads, lines);
+            else
+                lines.clear();
             const auto& block = blocks[work / kv_heads];
             const int64_t at = block.first * attention.row_size();
-            attention.attend(q + at, out + at, block, work % kv_heads);
+            attention.attend(q + at, out + at, block, work % kv_heads, lines);
         }
     }
 }
