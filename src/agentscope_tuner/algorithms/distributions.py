@@ -55,9 +55,11 @@ def draw_tokens(
         the untempered one.
     """
     device = logits.device
-    truncated, greedy = bool((top_k > 0).any() or (top_p < 1).any()), bool((temperature == 0).any())
+    truncated = bool(top_k.any() or (top_p < 1).any())
+    coldest, hottest = (bound.item() for bound in temperature.aminmax())
     temperature, top_k, top_p, uniform = (given.to(device) for given in (temperature, top_k, top_p, uniform))
-    logits = temper(logits, temperature)
+    if not coldest == hottest == 1:  # by default they are, which saves a pass over the logits
+        logits = temper(logits, temperature)
     if truncated:
         drawn = temperature > 0
         logits = truncate(logits, torch.where(drawn, top_k, 0), torch.where(drawn, top_p, 1.0))
@@ -73,12 +75,13 @@ def draw_tokens(
     target = uniform[:, None] * total
     chosen = torch.searchsorted(ends, target, right=True).clamp_(max=padded.shape[1] - 1)
     rest = target - ends.gather(1, chosen) + block_sums.gather(1, chosen)
-    inside = padded[torch.arange(rows, device=device), chosen[:, 0]].cumsum(-1, dtype=torch.float64)
-    token = torch.searchsorted(inside, rest, right=True)
-    # Rounding may point one past the last token that has any weight.
-    last = (inside < inside[:, -1:]).sum(-1, keepdim=True)
-    token = chosen * block + torch.minimum(token, last)
-    if greedy:
+    first = torch.arange(0, rows * padded.shape[1], padded.shape[1], device=device)
+    inside = padded.flatten(0, 1)[first + chosen[:, 0]].cumsum(-1, dtype=torch.float64)
+    # Rounding may point one past the last token that has any weight: the sum grows no more from that on.
+    most = torch.nextafter(inside[:, -1:], inside.new_zeros(()))
+    token = chosen * block + torch.searchsorted(inside, torch.minimum(rest, most), right=True)
+    token.clamp_(max=vocabulary - 1)  # what is not a number is beyond them all
+    if coldest == 0:
         token = torch.where((temperature > 0)[:, None], token, logits.argmax(-1, keepdim=True))
     logprobs = (weights.gather(1, token) / total).log().to(logits.dtype)
     return token[:, 0], logprobs[:, 0]

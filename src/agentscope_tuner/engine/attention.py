@@ -192,8 +192,9 @@ class SharedPrefixes:
         """(S R) the row in each cell of the product."""
         self._gather_by = None if in_place else self._tensor(gather_by)
         """(B,) the cell of each row."""
-        self.visible = self._tensor(np.arange(stack.lengths.max()) < stack.lengths[number, None])
-        """(B, P)"""
+        unseen = np.arange(stack.lengths.max()) >= stack.lengths[number, None]
+        self.mask = self._tensor(np.where(unseen, np.float32(MASKED), np.float32(0)))
+        """(B, P), added to scores in float32."""
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.as_tensor(array, device=self._device)
@@ -290,11 +291,11 @@ class SlotGroup:
         if rows.place is not None:
             last = last.new_zeros(rows.slots_read, new)
             last[rows.place] = self.own
-        visible = torch.arange(self.keys, device=device) <= last[:, :, None]
+        unseen = torch.arange(self.keys, device=device) > last[:, :, None]
+        mask = torch.zeros(unseen.shape, device=device).masked_fill_(unseen, MASKED)
         if rows.shared is not None:
-            visible = torch.cat([rows.shared.visible[:, None].expand(-1, new, -1), visible], -1)
-        empty = torch.zeros(visible.shape, device=device)
-        self.mask = empty.masked_fill_(~visible, MASKED)[:, None, None]
+            mask = torch.cat([rows.shared.mask[:, None].expand(-1, new, -1), mask], -1)
+        self.mask = mask[:, None, None]
 
 
 class SlotLayout:

@@ -46,6 +46,19 @@ class Request:
         return self.on_token is not None or bool(self.params.stop or self.params.stop_ids)
 
 
+class _Drawn(NamedTuple):
+    """R tokens that are drawn."""
+
+    rows: np.ndarray
+    """(S,) The indices of the slots for which something is drawn."""
+    counts: np.ndarray
+    """(S,) How many tokens for each."""
+    each: np.ndarray
+    """(R,) The index of each token's slot."""
+    within: np.ndarray
+    """(R,) The number of each token among those of its slot."""
+
+
 @dataclass(frozen=True, eq=False)
 class Work:
     """Tokens to be run: for each of S slots, those from some place on."""
@@ -70,10 +83,11 @@ class Work:
         return len(self.ids) == len(self.counts) and bool(self.wanted.all())
 
     @cached_property
-    def drawing(self) -> tuple[np.ndarray, np.ndarray]:
-        """The indices of the slots of which something is wanted, and how many tokens are drawn for each."""
+    def drawing(self) -> _Drawn:
+        """What is drawn."""
         some = self.wanted > 0
-        return self.lineup.index[some], self.wanted[some] * self.steps
+        rows, counts = self.lineup.index[some], self.wanted[some] * self.steps
+        return _Drawn(rows, counts, np.repeat(rows, counts), count_up(counts))
 
     @cached_property
     def wanted_tokens(self) -> np.ndarray:
@@ -271,14 +285,13 @@ class Completions:
 
     def drawing(self, work: Work) -> Drawing:
         """How to draw what is wanted of work."""
-        rows, wanted = work.drawing
+        rows, wanted, each, within = work.drawing
         begun = self._drawn[rows]
         needed = begun + wanted
         for i in (self._numbers[rows] < needed).nonzero()[0].tolist():
             self._have_numbers(int(rows[i]), int(needed[i]))
-        each = np.repeat(rows, wanted)
         # A token has its random number, whether it is drawn now or was guessed wrongly and is drawn later.
-        uniform = self._uniforms[each, np.repeat(begun, wanted) + count_up(wanted)]
+        uniform = self._uniforms[each, self._drawn[each] + within]
         return Drawing(self._temperature[each], self._top_k[each], self._top_p[each], uniform)
 
     def accept(self, work: Work, tokens: np.ndarray, logprobs: np.ndarray) -> list[Over]:
@@ -287,10 +300,8 @@ class Completions:
         Of each completion the first token is taken, and each that comes after one that was guessed; or, of several
         steps, each until it is over. Returns the requests that are over by that.
         """
-        rows, wanted = work.drawing
-        begun = self._drawn[rows]
-        each = np.repeat(rows, wanted)
-        number = np.repeat(begun, wanted) + count_up(wanted)
+        rows, wanted, each, within = work.drawing
+        begun, number = self._drawn[rows], self._drawn[each] + within
         ends = self._ends.take(tokens, mode="clip")
         after = wanted.cumsum()
         if work.steps > 1:  # nothing was guessed

@@ -337,7 +337,8 @@ class ModelRunner:
         tokens, places = (torch.from_numpy(array).to(self._device) for array in (ids, positions))
         hidden = self.decoder.hidden(tokens, places, SlotLayout(self.cache, groups), speakers)
         wanted = work.wanted.nonzero()[0]
-        return hidden[torch.from_numpy(order.argsort()[wanted]), torch.from_numpy(work.counts[wanted] - 1)]
+        last = order.argsort()[wanted] * width + work.counts[wanted] - 1
+        return hidden.flatten(0, 1)[torch.from_numpy(last)]
 
     def _arrange(self, lineup: Lineup) -> _Arrangement:
         number = {slot: number for number, slot in enumerate(lineup.slots)}
