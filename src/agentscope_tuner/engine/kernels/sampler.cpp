@@ -60,7 +60,7 @@ void attend(const float* q, T* out, const Attention<T>& attention, int64_t rows)
 #pragma omp parallel
     {
         const Matrices matrices(way == IN_MATRICES);
-        std::vector<const T*> lines;
+        thread_local std::vector<const T*> lines;
         for (int64_t work = taken++, next; work < count; work = next) {
             next = taken++;
             if (next < count)
