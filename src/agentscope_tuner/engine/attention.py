@@ -77,6 +77,11 @@ def softmax(scores: Tensor, like: Tensor) -> Tensor:
     return torch.softmax(scores, -1, dtype=torch.float32).to(like.dtype)
 
 
+def mask_of(unseen: Tensor) -> Tensor:
+    """What is added to scores in float32, to hide what is not seen."""
+    return torch.zeros(unseen.shape, device=unseen.device).masked_fill_(unseen, MASKED)
+
+
 def causal_mask(n: int, like: Tensor) -> Tensor:
     """(n, n), added to the scores of n tokens against each other."""
     return torch.full((n, n), MASKED, dtype=like.dtype, device=like.device).triu_(1)
@@ -192,9 +197,8 @@ class SharedPrefixes:
         """(S R) the row in each cell of the product."""
         self._gather_by = None if in_place else self._tensor(gather_by)
         """(B,) the cell of each row."""
-        unseen = np.arange(stack.lengths.max()) >= stack.lengths[number, None]
-        self.mask = self._tensor(np.where(unseen, np.float32(MASKED), np.float32(0)))
-        """(B, P), added to scores in float32."""
+        self.mask = mask_of(self._tensor(np.arange(stack.lengths.max()) >= stack.lengths[number, None]))
+        """(B, P)"""
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.as_tensor(array, device=self._device)
@@ -291,8 +295,7 @@ class SlotGroup:
         if rows.place is not None:
             last = last.new_zeros(rows.slots_read, new)
             last[rows.place] = self.own
-        unseen = torch.arange(self.keys, device=device) > last[:, :, None]
-        mask = torch.zeros(unseen.shape, device=device).masked_fill_(unseen, MASKED)
+        mask = mask_of(torch.arange(self.keys, device=device) > last[:, :, None])
         if rows.shared is not None:
             mask = torch.cat([rows.shared.mask[:, None].expand(-1, new, -1), mask], -1)
         self.mask = mask[:, None, None]

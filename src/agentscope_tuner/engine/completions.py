@@ -286,8 +286,7 @@ class Completions:
     def drawing(self, work: Work) -> Drawing:
         """How to draw what is wanted of work."""
         rows, wanted, each, within = work.drawing
-        begun = self._drawn[rows]
-        needed = begun + wanted
+        needed = self._drawn[rows] + wanted
         for i in (self._numbers[rows] < needed).nonzero()[0].tolist():
             self._have_numbers(int(rows[i]), int(needed[i]))
         # A token has its random number, whether it is drawn now or was guessed wrongly and is drawn later.

@@ -109,7 +109,7 @@ struct Attention {
             const int64_t numbers = (own + TILE - 1) / TILE * TILE * cache.d;
             if (static_cast<int64_t>(lines.size()) + 2 * numbers / LINE > MOST) return;
             for (int64_t i = 0; i < numbers; i += LINE) lines.push_back(cache.keys + at + i);
-            for (int64_t i = 0; i < own * cache.d; i += LINE) lines.push_back(cache.values + at + i);
+            for (int64_t i = 0; i < whole<T>(own) * cache.d; i += LINE) lines.push_back(cache.values + at + i);
         });
     }
 
