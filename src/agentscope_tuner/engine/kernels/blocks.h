@@ -51,7 +51,7 @@ struct Cache {
 
     // One slot begins with as many tokens of another one.
     void copy(int64_t source, int64_t target, int64_t tokens) const {
-        const int64_t tiled = (tokens + TILE - 1) / TILE * TILE;
+        const int64_t tiled = round_up(tokens, TILE);
         for (int64_t head = 0; head < kv_heads; head++) {
             std::copy_n(keys + at(source, head), tiled * d, keys + at(target, head));
             std::copy_n(values + at(source, head), whole<T>(tokens) * d, values + at(target, head));
@@ -106,7 +106,7 @@ struct Attention {
         constexpr int64_t LINE = 64 / sizeof(T), MOST = 2048;
         lines.clear();
         each_slot(block, head, [&](int64_t, int64_t, int64_t at, int64_t own) {
-            const int64_t numbers = (own + TILE - 1) / TILE * TILE * cache.d;
+            const int64_t numbers = round_up(own, TILE) * cache.d;
             if (static_cast<int64_t>(lines.size()) + 2 * numbers / LINE > MOST) return;
             for (int64_t i = 0; i < numbers; i += LINE) lines.push_back(cache.keys + at + i);
             for (int64_t i = 0; i < whole<T>(own) * cache.d; i += LINE) lines.push_back(cache.values + at + i);
@@ -122,7 +122,7 @@ struct Attention {
         const int64_t first = block.first, count = block.second;
         const int64_t d = cache.d, many = count * group;
         const Trunk trunk = trunk_of[first] < 0 ? Trunk{0, 0, 0} : trunks[trunk_of[first]];
-        const int64_t tiled = (trunk.length + TILE - 1) / TILE * TILE;
+        const int64_t tiled = round_up(trunk.length, TILE);
         const T* const trunk_keys = reinterpret_cast<const T*>(trunk.keys) + head * tiled * d;
         const T* const trunk_values = reinterpret_cast<const T*>(trunk.values) + head * whole<T>(trunk.length) * d;
         const int64_t width = trunk.length + *std::max_element(lengths + first, lengths + first + count);
@@ -247,7 +247,7 @@ int64_t draw_token(const T* x, float temperature, double uniform, int64_t vocabu
     constexpr int64_t PART = 256;  // two levels keep the sums short: which part of the vocabulary, then which token
     thread_local std::vector<double> sums;
     float weights[PART];
-    sums.resize((vocabulary + PART - 1) / PART);
+    sums.resize(ceil_div(vocabulary, PART));
     float most = number(x[0]);
 #pragma omp simd reduction(max : most)
     for (int64_t j = 0; j < vocabulary; j++) most = std::max(most, number(x[j]));

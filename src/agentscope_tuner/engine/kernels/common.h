@@ -32,6 +32,9 @@ constexpr int64_t TILE = 32;          // keys or values that are read together
 constexpr int PARTS = TILE / LANES;   // registers that these take
 constexpr int64_t BLOCK = 96;         // about so many queries read them together
 
+constexpr int64_t ceil_div(int64_t count, int64_t size) { return (count + size - 1) / size; }
+constexpr int64_t round_up(int64_t count, int64_t size) { return ceil_div(count, size) * size; }
+
 // How many registers of a tile's row are multiplied at once by numbers of so many other rows.
 constexpr int abreast(int rows) {
     int parts = PARTS;

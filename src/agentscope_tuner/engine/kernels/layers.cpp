@@ -22,7 +22,7 @@ struct Pieces {
         return {rows, std::is_same_v<T, Bf16> && way == IN_MATRICES ? PIECE_IN_MATRICES : PIECE};
     }
 
-    int64_t count() const { return (rows + size - 1) / size; }
+    int64_t count() const { return ceil_div(rows, size); }
 
     // Calls `work(first row, rows, number of the piece)` for all pieces, by whichever of this team's threads is free.
     template <class Work>
@@ -63,7 +63,7 @@ class Product {
    public:
     Product(Weight<T> weight, const T* bias, bool backwards = false)
         : weight(std::move(weight)), backwards(backwards),
-          tiles(new T[(outputs() + TILE - 1) / TILE * TILE * inputs()]),
+          tiles(new T[round_up(outputs(), TILE) * inputs()]),
           linear{tiles.get(), bias, inputs(), outputs()} {}
 
     // By all threads, before any of them multiplies.

@@ -34,7 +34,7 @@ inline int64_t even(int64_t count) { return count + count % 2; }
 // for more rows, up to a multiple of SIDE.
 const uint32_t* pair_rows(const float* rows, int64_t m, int64_t d, int64_t stride, std::vector<uint32_t>& room) {
     const int64_t half = even(d) / 2;
-    room.resize((m + SIDE - 1) / SIDE * SIDE * half);
+    room.resize(round_up(m, SIDE) * half);
     for (int64_t i = 0; i < m; i++) {
         Bf16* const to = reinterpret_cast<Bf16*>(&room[i * half]);
         const float* const from = rows + i * stride;
@@ -163,7 +163,7 @@ void multiply_tiles(const Bf16* a, const Bf16* tiles, float* out, int64_t m, int
     }
     const uint32_t* rows = reinterpret_cast<const uint32_t*>(a);
     if (way == IN_MATRICES && m % SIDE != 0) {  // registers are filled, with whatever there is
-        room.resize((m + SIDE - 1) / SIDE * SIDE * d / 2);
+        room.resize(round_up(m, SIDE) * d / 2);
         std::memcpy(room.data(), a, m * d * sizeof(Bf16));
         rows = room.data();
     }

@@ -161,10 +161,10 @@ class ByRows : public Pass<T> {
     void begin() override {
         const Batch& batch = this->batch;
         cuts.clear();
-        const int64_t rounds = (batch.rows + threads * most - 1) / (threads * most);
+        const int64_t rounds = ceil_div(batch.rows, threads * most);
         for (int64_t start = 0, stop = 0; start < batch.rows; start = stop) {
             while (stop < batch.rows && batch.voices[stop] == batch.voices[start]) stop++;
-            const int64_t rows = stop - start, wanted = (rows * threads * rounds + batch.rows - 1) / batch.rows;
+            const int64_t rows = stop - start, wanted = ceil_div(rows * threads * rounds, batch.rows);
             for (int64_t number = 0, row = start; row < stop; number++) {
                 cuts.push_back(row);
                 const int64_t end = std::max(row + 1, start + rows * (number + 1) / wanted), limit = end + most;
@@ -308,8 +308,8 @@ class ByColumns : public ByRows<Bf16> {
     static constexpr int64_t SOME = 8;    // rows that are a piece where nothing is multiplied
     static constexpr int64_t FEWER = 32;  // rows for each thread: with so many, exchanging results takes longer
 
-    static int64_t pieces_of(int64_t rows) { return (rows + SOME - 1) / SOME; }
-    static int64_t tiles_of(const Linear<Bf16>& linear) { return (linear.outputs + TILE - 1) / TILE; }
+    static int64_t pieces_of(int64_t rows) { return ceil_div(rows, SOME); }
+    static int64_t tiles_of(const Linear<Bf16>& linear) { return ceil_div(linear.outputs, TILE); }
 
     const Layer<Bf16>& layer() const { return model.layers[index]; }
 
@@ -323,7 +323,7 @@ class ByColumns : public ByRows<Bf16> {
         sums.resize(rows * model.width);
         queries.resize(rows * q_size);
         joined.resize(rows * one.qkv.outputs);
-        const int64_t filled = (rows + SIDE - 1) / SIDE * SIDE;  // see `multiply_matrices`
+        const int64_t filled = round_up(rows, SIDE);  // see `multiply_matrices`
         in.resize(filled * model.width);
         attended.resize(filled * q_size);
         gated.resize(filled * one.down.inputs);

@@ -20,8 +20,8 @@ constexpr int64_t ROWS = 128;  // of a product's input, that a thread goes throu
 // tile when it is free, since cores are not always equally fast.
 template <class T>
 void multiply(const Linear<T>& linear, const T* x, T* out, int64_t rows) {
-    const int64_t inputs = linear.inputs, outputs = linear.outputs, tiles = (outputs + TILE - 1) / TILE;
-    const int64_t blocks = (rows + ROWS - 1) / ROWS;
+    const int64_t inputs = linear.inputs, outputs = linear.outputs, tiles = ceil_div(outputs, TILE);
+    const int64_t blocks = ceil_div(rows, ROWS);
     const std::unique_ptr<float[]> wide(new float[rows * inputs]);
 #pragma omp parallel
     {
