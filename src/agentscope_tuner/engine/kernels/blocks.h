@@ -17,7 +17,7 @@ void add_values(const float* weights, int64_t stride, const float* values, float
 // How many numbers a product of so many reads.
 template <class T>
 int64_t whole(int64_t count) {
-    return std::is_same_v<T, Bf16> ? even(count) : count;
+    return std::is_same_v<T, Bf16> ? round_up(count, 2) : count;
 }
 
 // Keys in tiles (slots, kv_heads, capacity / TILE, d, TILE), values (slots, kv_heads, capacity, d); in bfloat16 both in

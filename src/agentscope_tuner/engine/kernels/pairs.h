@@ -28,12 +28,10 @@ constexpr bool HAS_PAIRS = false;
 inline Lanes dot(Lanes sum, Words, Words) { return sum; }
 #endif
 
-inline int64_t even(int64_t count) { return count + count % 2; }
-
 // Rows (m, d) of floats, `stride` apart, rounded: pairs (m, (d + 1) / 2), the last one filled up with zero. There is room
 // for more rows, up to a multiple of SIDE.
 const uint32_t* pair_rows(const float* rows, int64_t m, int64_t d, int64_t stride, std::vector<uint32_t>& room) {
-    const int64_t half = even(d) / 2;
+    const int64_t half = ceil_div(d, 2);
     room.resize(round_up(m, SIDE) * half);
     for (int64_t i = 0; i < m; i++) {
         Bf16* const to = reinterpret_cast<Bf16*>(&room[i * half]);
@@ -127,7 +125,7 @@ void multiply_pairs(const uint32_t* a, const uint32_t* tile, int64_t stride, int
 
 // out (m, n), rows of `stride` numbers, becomes pairs a (m, d / 2) times keys in tiles of pairs (any, d / 2, TILE, 2).
 void multiply_tiles(const uint32_t* a, const Bf16* tiles, float* out, int64_t m, int64_t n, int64_t d, int64_t stride) {
-    const int64_t half = even(d) / 2;
+    const int64_t half = ceil_div(d, 2);
     const uint32_t* const pairs = reinterpret_cast<const uint32_t*>(tiles);
     for (int64_t first = 0; first < n; first += TILE)
         multiply_pairs(a, pairs + first * half, TILE, half, out + first, stride, m, std::min(TILE, n - first), false);
@@ -142,7 +140,7 @@ void multiply_tiles(const float* a, const Bf16* tiles, float* out, int64_t m, in
         return;
     }
     for (int64_t first = 0; first < n; first += TILE) {
-        const Bf16* const tile = tiles + first * even(d);
+        const Bf16* const tile = tiles + first * round_up(d, 2);
         const int64_t width = std::min(TILE, n - first);
         if (m > TOGETHER)
             score_tile<TOGETHER>(a, widened({tile, TILE}, d, TILE, wide), out + first, m, width, d, stride);
@@ -177,7 +175,7 @@ void add_values(const float* weights, int64_t stride, const Bf16* values, float*
     thread_local std::vector<uint32_t> paired, rest;
     thread_local std::vector<float> wide;
     for (int64_t first = 0; first < n; first += PART) {
-        const int64_t count = std::min(PART, n - first), half = even(count) / 2;
+        const int64_t count = std::min(PART, n - first), half = ceil_div(count, 2);
         const Bf16* const part = values + first * d;
         if (way == ONE_BY_ONE) {
             if (m > TOGETHER)
