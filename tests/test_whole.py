@@ -18,7 +18,7 @@ from engine_tools import greedy, load, plain_logprobs, play, start
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 from agentscope_tuner.config import EngineConfig, TunerModelConfig
-from agentscope_tuner.engine import decoder, native
+from agentscope_tuner.engine import decoder, fast_forms, native, products
 from agentscope_tuner.engine import sampler as sampling
 from agentscope_tuner.engine.completions import Lines, Request
 from agentscope_tuner.engine.decoder import WholeDecoder
@@ -169,6 +169,56 @@ def test_threads_that_share_weights_compute_the_same(
     for call in itertools.chain(*found[1:]):
         gap = (torch.tensor(call.logprobs) - plain_logprobs(reference, call).detach()).abs().max()
         assert gap < 0.05
+
+
+@pytest.mark.usefixtures("way")
+def test_threads_share_weights_of_many_rows(odd_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So many that they are taken through a product in parts."""
+    kernels = native_kernels()
+    assert kernels is not None
+    rng = random.Random(0)
+    prompts = [[rng.randrange(3, 100) for _ in range(400)] for _ in range(3)]
+    rows: list[int] = []
+    begin = NativeKernels.begin_decoding
+
+    def noting(self: NativeKernels, model: Any, sheet: Any, beside: Any, ids: Any, *args: Any, **k: Any) -> Any:
+        rows.append(len(ids))
+        return begin(self, model, sheet, beside, ids, *args, **k)
+
+    monkeypatch.setattr(NativeKernels, "begin_decoding", noting)
+    loaded = load_model(TunerModelConfig(model_path=str(odd_model_dir), max_model_len=512), NARROW)
+    found = []
+    for shared in (False, True):
+        monkeypatch.setattr(decoder, "is_small", lambda _, shared=shared: not shared)
+        found.append(greedy(Sampler(loaded, NARROW), prompts, tokens=4))
+        assert max(rows) == sum(map(len, prompts))
+        rows.clear()
+    if kernels.way is not Way.ONE_BY_ONE:  # see above
+        assert found[0] == found[1], "to the last bit"
+    reference = load(odd_model_dir)
+    for prompt, sample in zip(prompts, found[1], strict=True):
+        call = ModelCall(
+            "", [], None, prompt, sample.token_ids, sample.logprobs, temperature=0, top_p=1, top_k=0,
+            finish_reason="", text="", policy_version=0,
+        )  # fmt: skip
+        assert (torch.tensor(sample.logprobs) - plain_logprobs(reference, call)).abs().max() < 0.05
+
+
+@pytest.mark.parametrize("way", [*Way])
+@pytest.mark.parametrize(("times", "faster"), [((1.0, 1.0), True), ((2.0, 1.0), False)])
+def test_large_models_are_run_whole_where_pairs_keep_up_with_onednn(
+    way: Way, times: tuple[float, float], faster: bool, odd_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels = native_kernels()
+    assert kernels is not None
+    monkeypatch.setattr(kernels, "_way", way)
+    monkeypatch.setattr(products, "shortest_times", lambda *ways: [*times])
+    monkeypatch.setattr(products, "_keeps_up_with_onednn", products._keeps_up_with_onednn.__wrapped__)
+    loaded = load_model(TunerModelConfig(model_path=str(odd_model_dir), max_model_len=256), NARROW)
+    assert fast_forms.has_whole_form(loaded, NARROW)
+    monkeypatch.setattr(fast_forms, "_SMALL_LAYER", 0)
+    whole = (way is Way.IN_PAIRS and faster) or way is Way.IN_MATRICES
+    assert fast_forms.has_whole_form(loaded, NARROW) == whole
 
 
 @pytest.mark.parametrize("seed", [0, 2**63 + 1, 2**70 + 3])

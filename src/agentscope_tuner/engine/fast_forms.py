@@ -9,6 +9,7 @@ import torch
 from agentscope_tuner.config import EngineConfig
 from agentscope_tuner.engine.models import LoadedModel
 from agentscope_tuner.engine.native import TILE, NativeKernels, Way
+from agentscope_tuner.engine.products import pairs_keep_up
 from agentscope_tuner.engine.trial import native_kernels
 
 if TYPE_CHECKING:
@@ -45,7 +46,8 @@ def has_whole_form(loaded: LoadedModel, engine: EngineConfig) -> bool:
     if kernels is None or (loaded.model.dtype == torch.bfloat16 and loaded.unmerged):
         return False
     if not is_small(loaded):
-        return kernels.way is Way.IN_MATRICES and _layer_size(loaded) <= _SHARED_LAYER and _fills_tiles(loaded)
+        shared = kernels.way is Way.IN_MATRICES and _layer_size(loaded) <= _SHARED_LAYER
+        return _fills_tiles(loaded) and (shared or pairs_keep_up(kernels))
     layers: int = loaded.model.config.num_hidden_layers
     return (len(loaded.voices) - 1) * layers * _layer_size(loaded) <= _VOICES
 

@@ -6,7 +6,7 @@ for them, products in bfloat16 take longer than in float32. What is so is found 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any, Protocol
@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
 from agentscope_tuner.engine.models import LoadedModel
-from agentscope_tuner.engine.native import NativeKernels, weight_tiles
+from agentscope_tuner.engine.native import NativeKernels, Way, weight_tiles
 from agentscope_tuner.engine.trial import shortest_times
 
 _SHAPES = ((1, 64, 64), (17, 48, 100), (128, 192, 512), (300, 640, 1728), (64, 4096, 64), (1000, 256, 1031))
@@ -26,7 +26,11 @@ _SHAPES = ((1, 64, 64), (17, 48, 100), (128, 192, 512), (300, 640, 1728), (64, 4
 _ROUNDING = 3e-6
 """Largest error, relative to the largest number of the product: float32 has 24 bits, bfloat16 only 8."""
 _TIMED = (128, 1024, 1024)
-"""(rows, inner, columns) of the product that is timed."""
+"""(rows, inner, columns) of the product that is timed ..."""
+_WEIGHTS = 16
+"""... and how many weights there are where they are read from memory, not from a processor's cache."""
+_ABOUT = 1.1
+"""Times as long is about as long: what a model computes between its products takes less time beside compiled ones."""
 _WIDENED = 2**22
 """Numbers of a weight that are widened at once."""
 _MANY = 32
@@ -90,6 +94,33 @@ def bfloat16_is_slow() -> bool:
     with torch.inference_mode(), onednn_products():
         wide, narrow = shortest_times(lambda: F.linear(a, b), lambda: F.linear(c, d))
     return narrow > wide
+
+
+def pairs_keep_up(kernels: NativeKernels) -> bool:
+    """Whether compiled kernels compute products of bfloat16 in pairs, in about the time that oneDNN takes or less."""
+    return kernels.way is Way.IN_PAIRS and _keeps_up_with_onednn(kernels)
+
+
+@cache
+def _keeps_up_with_onednn(kernels: NativeKernels) -> bool:
+    rows, inner, columns = _TIMED
+    x, weight = torch.ones(rows, inner).bfloat16(), torch.ones(columns, inner).bfloat16()
+
+    def multiply(products: Products) -> Callable[[], None]:
+        packed = [products.pack(weight) for _ in range(_WEIGHTS)]
+
+        def work() -> None:
+            for each in packed:
+                products.linear(x, each, None, columns)
+
+        return work
+
+    with torch.inference_mode():
+        try:
+            ours, theirs = shortest_times(multiply(WideProducts(kernels)), multiply(OneDnnProducts(rows)))
+        except (AttributeError, RuntimeError):  # this PyTorch lacks the packed operators
+            return False
+    return ours < _ABOUT * theirs
 
 
 def computes_wide(loaded: LoadedModel) -> bool:

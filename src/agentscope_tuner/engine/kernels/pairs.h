@@ -75,19 +75,21 @@ Rows widened(PairRows rows, int64_t count, int64_t width, std::vector<float>& ro
 }
 
 // out (N, width), rows `out_stride` apart, becomes, or grows by, pairs a (N, count) times pairs of a tile (count, TILE),
-// whose rows are `stride` apart.
+// whose rows are `stride` apart. For each of these, it asks for what is needed later, `step` pairs further than before.
 template <int N>
 void dot_rows(const uint32_t* a, int64_t a_stride, const uint32_t* tile, int64_t stride, int64_t count, float* out,
-              int64_t out_stride, int64_t width, bool add) {
+              int64_t out_stride, int64_t width, bool add, const uint32_t* soon, int64_t step) {
     Lanes sums[N][PARTS] = {};
     if (add && width == TILE)
         for (int r = 0; r < N; r++)
             for (int p = 0; p < PARTS; p++) sums[r][p] = load(out + r * out_stride + p * LANES);
-    for (int64_t j = 0; j < count; j++)
+    for (int64_t j = 0; j < count; j++) {
+        __builtin_prefetch(soon + j * step);
         for (int p = 0; p < PARTS; p++) {
             const Words part = *reinterpret_cast<const Words*>(tile + j * stride + p * LANES);
             for (int r = 0; r < N; r++) sums[r][p] = dot(sums[r][p], Words{} + a[r * a_stride + j], part);
         }
+    }
     for (int r = 0; r < N; r++) {
         float* const to = out + r * out_stride;
         if (add && width < TILE) {
@@ -100,27 +102,30 @@ void dot_rows(const uint32_t* a, int64_t a_stride, const uint32_t* tile, int64_t
     }
 }
 
-// The same for m rows, at most N at once; each is computed alike, whoever its neighbours are.
+// The same for m rows, at most N at once; each is computed alike, whoever its neighbours are. If there is a tile `soon`,
+// all rows together ask for it.
 template <int N>
 void dot_tile(const uint32_t* a, int64_t a_stride, const uint32_t* tile, int64_t stride, int64_t count, float* out,
-              int64_t out_stride, int64_t m, int64_t width, bool add) {
+              int64_t out_stride, int64_t m, int64_t width, bool add, const uint32_t* soon) {
+    const int64_t step = soon == nullptr ? 0 : std::max<int64_t>(1, N * TILE / m);
     int64_t i = 0;
-    for (; i + N <= m; i += N)
-        dot_rows<N>(a + i * a_stride, a_stride, tile, stride, count, out + i * out_stride, out_stride, width, add);
+    for (; i + N <= m; i += N, soon += step * count)
+        dot_rows<N>(a + i * a_stride, a_stride, tile, stride, count, out + i * out_stride, out_stride, width, add, soon,
+                    step);
     if constexpr (N > 1)
         if (i < m)
             dot_tile<N - 1>(a + i * a_stride, a_stride, tile, stride, count, out + i * out_stride, out_stride, m - i,
-                            width, add);
+                            width, add, nullptr);
 }
 
-// The same, by matrices as far as they go.
+// The same, by matrices as far as they go; these ask for what they need themselves.
 void multiply_pairs(const uint32_t* a, const uint32_t* tile, int64_t stride, int64_t count, float* out,
-                    int64_t out_stride, int64_t m, int64_t width, bool add) {
+                    int64_t out_stride, int64_t m, int64_t width, bool add, const uint32_t* soon = nullptr) {
     const int64_t whole = way == IN_MATRICES ? count / SIDE * SIDE : 0;
     if (whole > 0) multiply_matrices(a, count, tile, stride, whole, out, out_stride, m, width, add);
     if (whole < count)
         dot_tile<TOGETHER>(a + whole, count, tile + whole * stride, stride, count - whole, out, out_stride, m, width,
-                           add || whole > 0);
+                           add || whole > 0, soon);
 }
 
 // out (m, n), rows of `stride` numbers, becomes pairs a (m, d / 2) times keys in tiles of pairs (any, d / 2, TILE, 2).

@@ -212,8 +212,9 @@ class ByRows : public Pass<T> {
 };
 
 // The same, to the last bit if products are computed in pairs or matrices, for weights that do not stay in a core's cache:
-// while there are few rows, all threads take them through each product together, so that a weight is read once. What
-// products read is rounded when it is written. Numbers of inputs are even, and those of gates a multiple of TILE.
+// all threads take rows through each product together, so that a weight is read once; by matrices, only while there are
+// few. What products read is rounded when it is written. Numbers of inputs are even, and those of gates a multiple of
+// TILE.
 class ByColumns : public ByRows<Bf16> {
    public:
     using ByRows::ByRows;
@@ -229,19 +230,19 @@ class ByColumns : public ByRows<Bf16> {
             case NORM_AGAIN:
                 return pieces_of(batch.rows);
             case PROJECT:
-                return tiles_of(layer().qkv);
+                return tiles_of(layer().qkv) * parts_of(batch.rows);
             case ATTEND:
                 return blocks.size() * model.kv_heads;
             case OUT:
-                return tiles_of(layer().out);
+                return tiles_of(layer().out) * parts_of(batch.rows);
             case GATE:
-                return tiles_of(layer().gate_up) / 2;
+                return tiles_of(layer().gate_up) / 2 * parts_of(batch.rows);
             case DOWN:
-                return tiles_of(layer().down);
+                return tiles_of(layer().down) * parts_of(batch.rows);
             case FINISH:
                 return pieces_of(batch.wanted_count);
             case HEAD:
-                return drawing.temperatures == nullptr ? 0 : tiles_of(model.head);
+                return drawing.temperatures == nullptr ? 0 : tiles_of(model.head) * parts_of(batch.wanted_count);
             case DRAW:
                 return drawing.temperatures == nullptr ? 0 : pieces_of(batch.wanted_count);
             default:
@@ -306,15 +307,17 @@ class ByColumns : public ByRows<Bf16> {
    private:
     enum : int64_t { NORM, PROJECT, SPLIT, ATTEND, OUT, NORM_AGAIN, GATE, DOWN, PHASES, FINISH = PHASES, HEAD, DRAW };
     static constexpr int64_t SOME = 8;    // rows that are a piece where nothing is multiplied
-    static constexpr int64_t FEWER = 32;  // rows for each thread: with so many, exchanging results takes longer
+    static constexpr int64_t MANY = 512;  // rows that are multiplied by all tiles before others are, so they stay at hand
+    static constexpr int64_t FEWER = 32;  // rows for each thread: by matrices, exchanging results of so many takes longer
 
     static int64_t pieces_of(int64_t rows) { return ceil_div(rows, SOME); }
+    static int64_t parts_of(int64_t rows) { return ceil_div(rows, MANY); }
     static int64_t tiles_of(const Linear<Bf16>& linear) { return ceil_div(linear.outputs, TILE); }
 
     const Layer<Bf16>& layer() const { return model.layers[index]; }
 
     void begin() override {
-        together = batch.rows < FEWER * threads;
+        together = way != IN_MATRICES || batch.rows < FEWER * threads;
         if (!together) return ByRows::begin();
         at = 0;
         const int64_t rows = batch.rows, q_size = model.heads * model.d;
@@ -335,49 +338,62 @@ class ByColumns : public ByRows<Bf16> {
         for (int64_t row = which * SOME; row < std::min(rows, (which + 1) * SOME); row++) work(row);
     }
 
-    // The products of rows x (rows, inputs) with a tile of a weight; returns how many numbers of each there are.
-    static int64_t multiply(const Linear<Bf16>& linear, const Bf16* x, int64_t tile, float* out, int64_t stride,
-                            int64_t rows) {
-        const int64_t inputs = linear.inputs, first = tile * TILE, width = std::min(TILE, linear.outputs - first);
-        const Bf16* const weight = linear.tiles + first * inputs;
+    // What is a piece where rows are multiplied: a tile of the weight, and some of the rows.
+    struct Part {
+        int64_t tile, first, rows;
+    };
+
+    static Part part_of(int64_t which, int64_t tiles, int64_t rows) {
+        const int64_t first = which / tiles * MANY;
+        return {which % tiles, first, std::min(MANY, rows - first)};
+    }
+
+    // The products of rows of x with a tile of a weight; returns how many numbers of each there are.
+    int64_t multiply(const Linear<Bf16>& linear, const Bf16* x, Part part, float* out, int64_t stride) const {
+        const int64_t inputs = linear.inputs, first = part.tile * TILE, width = std::min(TILE, linear.outputs - first);
+        const Bf16 *const weight = linear.tiles + first * inputs, *const from = x + part.first * inputs;
         if (way == ONE_BY_ONE) {
-            std::vector<float> wide(rows * inputs);
-            for (int64_t i = 0; i < rows * inputs; i++) wide[i] = number(x[i]);
-            multiply_tiles(wide.data(), weight, out, rows, width, inputs, stride);
+            std::vector<float> wide(part.rows * inputs);
+            for (size_t i = 0; i < wide.size(); i++) wide[i] = number(from[i]);
+            multiply_tiles(wide.data(), weight, out, part.rows, width, inputs, stride);
         } else {
-            multiply_pairs(reinterpret_cast<const uint32_t*>(x), reinterpret_cast<const uint32_t*>(weight), TILE,
-                           inputs / 2, out, stride, rows, width, false);
+            // This thread's next tile, as long as all of them are equally fast.
+            const Bf16* const soon = weight + threads * TILE * inputs;
+            multiply_pairs(reinterpret_cast<const uint32_t*>(from), reinterpret_cast<const uint32_t*>(weight), TILE,
+                           inputs / 2, out, stride, part.rows, width, false, reinterpret_cast<const uint32_t*>(soon));
         }
-        for (int64_t i = 0; i < rows && linear.bias != nullptr; i++)
+        for (int64_t i = 0; i < part.rows && linear.bias != nullptr; i++)
             for (int64_t j = 0; j < width; j++) out[i * stride + j] += number(linear.bias[first + j]);
         return width;
     }
 
-    void add(const Linear<Bf16>& linear, const Bf16* x, int64_t tile) {
-        thread_local std::vector<float> change;
-        change.resize(batch.rows * TILE);
-        const int64_t width = multiply(linear, x, tile, change.data(), TILE, batch.rows);
-        for (int64_t row = 0; row < batch.rows; row++)
-            for (int64_t j = 0; j < width; j++) sums[row * linear.outputs + tile * TILE + j] += change[row * TILE + j];
+    void add(const Linear<Bf16>& linear, const Bf16* x, int64_t which) {
+        const Part part = part_of(which, tiles_of(linear), batch.rows);
+        float change[MANY * TILE];
+        const int64_t width = multiply(linear, x, part, change, TILE);
+        for (int64_t i = 0; i < part.rows; i++) {
+            float* const sum = &sums[(part.first + i) * linear.outputs + part.tile * TILE];
+            for (int64_t j = 0; j < width; j++) sum[j] += change[i * TILE + j];
+        }
     }
 
-    void write(const Linear<Bf16>& linear, const Bf16* x, int64_t tile, std::vector<float>& out, int64_t rows) {
-        multiply(linear, x, tile, &out[tile * TILE], linear.outputs, rows);
+    void write(const Linear<Bf16>& linear, const Bf16* x, int64_t which, std::vector<float>& out, int64_t rows) const {
+        const Part part = part_of(which, tiles_of(linear), rows);
+        multiply(linear, x, part, &out[part.first * linear.outputs + part.tile * TILE], linear.outputs);
     }
 
     // A tile of gates, and what passes them.
-    void gate(int64_t tile) {
-        thread_local std::vector<float> gates, ups;
-        gates.resize(batch.rows * TILE);
-        ups.resize(batch.rows * TILE);
+    void gate(int64_t which) {
         const Linear<Bf16>& linear = layer().gate_up;
-        const int64_t inner = linear.outputs / 2;
-        multiply(linear, in.data(), tile, gates.data(), TILE, batch.rows);
-        multiply(linear, in.data(), inner / TILE + tile, ups.data(), TILE, batch.rows);
-        for (int64_t row = 0; row < batch.rows; row++) {
-            Bf16* const to = &gated[row * inner + tile * TILE];
+        const int64_t inner = linear.outputs / 2, tiles = inner / TILE;
+        const Part part = part_of(which, tiles, batch.rows);
+        float gates[MANY * TILE], ups[MANY * TILE];
+        multiply(linear, in.data(), part, gates, TILE);
+        multiply(linear, in.data(), {part.tile + tiles, part.first, part.rows}, ups, TILE);
+        for (int64_t i = 0; i < part.rows; i++) {
+            Bf16* const to = &gated[(part.first + i) * inner + part.tile * TILE];
 #pragma omp simd
-            for (int64_t j = 0; j < TILE; j++) put(to + j, silu(gates[row * TILE + j]) * ups[row * TILE + j]);
+            for (int64_t j = 0; j < TILE; j++) put(to + j, silu(gates[i * TILE + j]) * ups[i * TILE + j]);
         }
     }
 

@@ -22,19 +22,23 @@ template <class T>
 void multiply(const Linear<T>& linear, const T* x, T* out, int64_t rows) {
     const int64_t inputs = linear.inputs, outputs = linear.outputs, tiles = ceil_div(outputs, TILE);
     const int64_t blocks = ceil_div(rows, ROWS);
-    const std::unique_ptr<float[]> wide(new float[rows * inputs]);
+    const bool narrow = way != ONE_BY_ONE && inputs % 2 == 0;
+    const std::unique_ptr<float[]> wide(narrow ? nullptr : new float[rows * inputs]);
 #pragma omp parallel
     {
         const Matrices matrices(way == IN_MATRICES);
         float product[ROWS * TILE];
 #pragma omp for schedule(static)
-        for (int64_t row = 0; row < rows; row++)
-            for (int64_t j = 0; j < inputs; j++) wide[row * inputs + j] = number(x[row * inputs + j]);
+        for (int64_t i = 0; i < (narrow ? 0 : rows * inputs); i++) wide[i] = number(x[i]);
 #pragma omp for schedule(dynamic, 1)
         for (int64_t work = 0; work < blocks * tiles; work++) {
             const int64_t row = work / tiles * ROWS, first = work % tiles * TILE;
             const int64_t m = std::min(ROWS, rows - row), n = std::min(TILE, outputs - first);
-            multiply_tiles(&wide[row * inputs], linear.tiles + first * whole<T>(inputs), product, m, n, inputs, TILE);
+            const T* const tile = linear.tiles + first * whole<T>(inputs);
+            if (narrow)
+                multiply_tiles(x + row * inputs, tile, product, m, n, inputs, TILE);
+            else
+                multiply_tiles(&wide[row * inputs], tile, product, m, n, inputs, TILE);
             for (int64_t i = 0; i < m; i++)
                 for (int64_t j = 0; j < n; j++)
                     put(out + (row + i) * outputs + first + j,
