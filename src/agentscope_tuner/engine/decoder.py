@@ -365,7 +365,7 @@ class WholeDecoder(NativeDecoder):
     Between products of small matrices, making calls and waiting for the other threads takes longer than computing. So
     it does for those with low-rank updates: where roles have adapters, each is a voice with weights of its own. And
     where registers for matrices make products short, it does for larger models as well. Otherwise these are run like
-    this where compiled products are no slower than oneDNN's: what comes between them is computed with them.
+    this where compiled products are about as fast as oneDNN's: what comes between them is computed with them.
     """
 
     def _read_layers(self) -> list[_Layer]:
