@@ -15,7 +15,14 @@ from typing import Any
 import pytest
 import torch
 from engine_tools import greedy, load, plain_logprobs, play, start
-from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from agentscope_tuner.config import EngineConfig, TunerModelConfig
 from agentscope_tuner.engine import decoder, fast_forms, native, products
@@ -124,18 +131,22 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(compiled, "way", request.param)
 
 
-@pytest.fixture(scope="module")
-def odd_model_dir(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its products end in the middle of registers, and it has biases."""
+@pytest.fixture(scope="module", params=["some", "all"])
+def odd_model_dir(
+    request: pytest.FixtureRequest, tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """Its products end in the middle of registers, and some of them or all have biases."""
     directory = tmp_path_factory.mktemp("odd-model")
     tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
     tokenizer.save_pretrained(directory)
     torch.manual_seed(0)
-    config = Qwen2Config(
+    sizes = dict(
         vocab_size=len(tokenizer), hidden_size=84, intermediate_size=160, num_hidden_layers=3, num_attention_heads=6,
         num_key_value_heads=2, tie_word_embeddings=False,
     )  # fmt: skip
-    model = Qwen2ForCausalLM(config)
+    model: PreTrainedModel = Qwen2ForCausalLM(Qwen2Config(**sizes))
+    if request.param == "all":
+        model = LlamaForCausalLM(LlamaConfig(**sizes, attention_bias=True, mlp_bias=True))
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             torch.nn.init.normal_(parameter)

@@ -79,10 +79,9 @@ Rows widened(PairRows rows, int64_t count, int64_t width, std::vector<float>& ro
 template <int N>
 void dot_rows(const uint32_t* a, int64_t a_stride, const uint32_t* tile, int64_t stride, int64_t count, float* out,
               int64_t out_stride, int64_t width, bool add, const uint32_t* soon, int64_t step) {
-    Lanes sums[N][PARTS] = {};
-    if (add && width == TILE)
-        for (int r = 0; r < N; r++)
-            for (int p = 0; p < PARTS; p++) sums[r][p] = load(out + r * out_stride + p * LANES);
+    Lanes sums[N][PARTS] = {};  // in registers, as long as no index into it is unknown to the compiler
+    for (int r = 0; r < N && add; r++)
+        for (int p = 0; p < PARTS; p++) __builtin_prefetch(out + r * out_stride + p * LANES, 1);
     for (int64_t j = 0; j < count; j++) {
         __builtin_prefetch(soon + j * step);
         for (int p = 0; p < PARTS; p++) {
@@ -90,16 +89,18 @@ void dot_rows(const uint32_t* a, int64_t a_stride, const uint32_t* tile, int64_t
             for (int r = 0; r < N; r++) sums[r][p] = dot(sums[r][p], Words{} + a[r * a_stride + j], part);
         }
     }
-    for (int r = 0; r < N; r++) {
-        float* const to = out + r * out_stride;
-        if (add && width < TILE) {
-            float whole[TILE];
-            store_row(whole, sums[r], TILE);
-            for (int64_t j = 0; j < width; j++) to[j] += whole[j];
-        } else {
-            store_row(to, sums[r], width);
+    float narrow[N * TILE];
+    const bool whole = width == TILE;
+    float* const to = whole ? out : narrow;
+    const int64_t to_stride = whole ? out_stride : TILE;
+    for (int r = 0; r < N; r++)
+        for (int p = 0; p < PARTS; p++) {
+            float* const at = to + r * to_stride + p * LANES;
+            store(at, add && whole ? load(at) + sums[r][p] : sums[r][p]);
         }
-    }
+    for (int r = 0; r < N && !whole; r++)
+        for (int64_t j = 0; j < width; j++)
+            out[r * out_stride + j] = narrow[r * TILE + j] + (add ? out[r * out_stride + j] : 0);
 }
 
 // The same for m rows, at most N at once; each is computed alike, whoever its neighbours are. If there is a tile `soon`,

@@ -348,8 +348,10 @@ class ByColumns : public ByRows<Bf16> {
         return {which % tiles, first, std::min(MANY, rows - first)};
     }
 
-    // The products of rows of x with a tile of a weight; returns how many numbers of each there are.
-    int64_t multiply(const Linear<Bf16>& linear, const Bf16* x, Part part, float* out, int64_t stride) const {
+    // The products of rows of x with a tile of a weight; in pairs they may be added to what is there. Returns how many
+    // numbers of each row these are.
+    int64_t multiply(const Linear<Bf16>& linear, const Bf16* x, Part part, float* out, int64_t stride,
+                     bool add = false) const {
         const int64_t inputs = linear.inputs, first = part.tile * TILE, width = std::min(TILE, linear.outputs - first);
         const Bf16 *const weight = linear.tiles + first * inputs, *const from = x + part.first * inputs;
         if (way == ONE_BY_ONE) {
@@ -360,7 +362,7 @@ class ByColumns : public ByRows<Bf16> {
             // This thread's next tile, as long as all of them are equally fast.
             const Bf16* const soon = weight + threads * TILE * inputs;
             multiply_pairs(reinterpret_cast<const uint32_t*>(from), reinterpret_cast<const uint32_t*>(weight), TILE,
-                           inputs / 2, out, stride, part.rows, width, false, reinterpret_cast<const uint32_t*>(soon));
+                           inputs / 2, out, stride, part.rows, width, add, reinterpret_cast<const uint32_t*>(soon));
         }
         for (int64_t i = 0; i < part.rows && linear.bias != nullptr; i++)
             for (int64_t j = 0; j < width; j++) out[i * stride + j] += number(linear.bias[first + j]);
@@ -369,12 +371,15 @@ class ByColumns : public ByRows<Bf16> {
 
     void add(const Linear<Bf16>& linear, const Bf16* x, int64_t which) {
         const Part part = part_of(which, tiles_of(linear), batch.rows);
+        float* const to = &sums[part.first * linear.outputs + part.tile * TILE];
+        if (way == IN_PAIRS && linear.bias == nullptr) {  // what is added is complete, as it is below
+            multiply(linear, x, part, to, linear.outputs, true);
+            return;
+        }
         float change[MANY * TILE];
         const int64_t width = multiply(linear, x, part, change, TILE);
-        for (int64_t i = 0; i < part.rows; i++) {
-            float* const sum = &sums[(part.first + i) * linear.outputs + part.tile * TILE];
-            for (int64_t j = 0; j < width; j++) sum[j] += change[i * TILE + j];
-        }
+        for (int64_t i = 0; i < part.rows; i++)
+            for (int64_t j = 0; j < width; j++) to[i * linear.outputs + j] += change[i * TILE + j];
     }
 
     void write(const Linear<Bf16>& linear, const Bf16* x, int64_t which, std::vector<float>& out, int64_t rows) const {
