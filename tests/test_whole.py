@@ -342,6 +342,43 @@ def test_a_large_head_is_multiplied_once_for_all(
     assert [call.completion_ids for call in calls] == [call.completion_ids for call in expected]
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("piece", [1, 5, 32])
+def test_who_is_asked_the_same_shares_the_last_token(
+    dtype: str, piece: int, odd_model_dir: Path, threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is run once for all; by rows of each thread in float32, by shared weights in bfloat16."""
+    monkeypatch.setattr(native, "_PIECE", piece)
+    monkeypatch.setattr(decoder, "is_small", lambda _: dtype == "float32")
+    torch.set_num_threads(2)
+    engine = EngineConfig(device="cpu", dtype=dtype, draft_tokens=0)
+    loaded = load_model(TunerModelConfig(model_path=str(odd_model_dir), max_model_len=512), engine)
+    loaded.end_of_turn_ids = frozenset()
+    sampler = Sampler(loaded, engine)
+    assert isinstance(sampler._runner.decoder, WholeDecoder)
+    rng = random.Random(0)
+    start = [rng.randrange(3, 100) for _ in range(90)]
+    prompts = [[*start, last] for last in (5, 6, 7) for _ in range(6)]
+
+    async def everything() -> list[ModelCall]:
+        params = [SamplingParams(max_tokens=5, seed=seed) for seed in range(len(prompts))]
+        samples = await asyncio.gather(
+            *(sampler.sample(ids, one, episode_id=f"{one.seed}") for ids, one in zip(prompts, params, strict=True))
+        )
+        return [
+            ModelCall("", [], None, ids, one.token_ids, one.logprobs, 1.0, 1.0, 0, one.finish_reason, "", 0)
+            for ids, one in zip(prompts, samples, strict=True)
+        ]
+
+    calls = asyncio.run(everything())
+    assert sampler.rows_decoded == len(prompts) * 5 - (len(prompts) - 3)
+    assert len({tuple(call.completion_ids) for call in calls}) > len(prompts) // 2, "each draws for itself"
+    reference = load(odd_model_dir)
+    for call in calls:
+        gap = (torch.tensor(call.logprobs) - plain_logprobs(reference, call).detach()).abs().max()
+        assert gap < (1e-4 if dtype == "float32" else 0.1)
+
+
 def test_a_pass_is_computed_once(sampler: Sampler, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As long as in one call with the drawing of tokens, not twice as long."""
     taken: dict[str, float] = {}

@@ -190,6 +190,17 @@ void place_head(const In* from, const T* norm, const float* cosines, const float
     turn(in.data(), cosines, sines, out, d / 2, 1);
 }
 
+// Of each row, slots of other sequences that have the same token at the same place, and the same before it: the slots from
+// `first[row]` to `first[row + 1]`, if there are any at all.
+struct Twins {
+    const int64_t *first = nullptr, *slots = nullptr;
+
+    template <class Visit>
+    void each_slot(int64_t row, Visit visit) const {
+        for (int64_t i = first == nullptr ? 0 : first[row]; first != nullptr && i < first[row + 1]; i++) visit(slots[i]);
+    }
+};
+
 // How projections become queries, keys and values: norms over heads, which may be missing, then rotary embedding.
 template <class T>
 struct Heads {
@@ -199,9 +210,10 @@ struct Heads {
     Cache<T> cache;
     int64_t heads;
     float scaling, eps;
+    Twins twins = {};
 
     // Splits a row's joined projections (heads + 2 kv_heads, d): queries, scaled, go to q (heads, d); keys and values to
-    // the row's place in the cache.
+    // the row's place in the cache, and to that of its twins.
     template <class In>
     void split(const In* from, float* q, int64_t row) const {
         thread_local std::vector<float> key;
@@ -212,9 +224,13 @@ struct Heads {
             place_head(from, q_norm, c, s, q + head * d, d, scaling, eps);
         for (int64_t head = 0; head < kv_heads; head++, from += d) {
             place_head(from, k_norm, c, s, key.data(), d, 1, eps);
-            cache.put_key(slots[row], head, own[row], key.data());
+            const auto keep = [&](int64_t slot) {
+                cache.put_key(slot, head, own[row], key.data());
+                cache.put_value(slot, head, own[row], from + kv_heads * d);
+            };
+            keep(slots[row]);
+            twins.each_slot(row, keep);
         }
-        for (int64_t head = 0; head < kv_heads; head++, from += d) cache.put_value(slots[row], head, own[row], from);
     }
 };
 

@@ -55,9 +55,10 @@ class Pass {
 
     // Begins with a batch. `hidden` (wanted, width) gets final hidden states, unless it is missing; and where there are
     // temperatures, a token is drawn for each of them.
-    void take(const Batch& next, const Drawing& by, T* to) {
+    void take(const Batch& next, const Drawing& by, T* to, const Twins& alike = {}) {
         batch = next;
         drawing = by;
+        twins = alike;
         hidden = to;
         begin();
     }
@@ -82,7 +83,7 @@ class Pass {
     }
     Heads<T> heads_of(const Layer<T>& layer) const {
         return {layer.q_norm, layer.k_norm, model.cosines, model.sines, batch.positions, batch.slots, batch.own,
-                cache_of(layer), model.heads, scaling, eps};
+                cache_of(layer), model.heads, scaling, eps, twins};
     }
     void embed(int64_t row, float* to) const {
         const T* const from = model.embedding + batch.ids[row] * model.width;
@@ -97,6 +98,7 @@ class Pass {
     const float scaling, eps;
     Batch batch;
     Drawing drawing;
+    Twins twins;
     T* hidden;
 };
 
@@ -154,7 +156,7 @@ class ByRows : public Pass<T> {
             layer.down(gated.data(), change.data(), n);
             for (int64_t i = 0; i < n * width; i++) sums[i] += change[i];
         }
-        deliver(first, n, sums.data(), in.data());
+        deliver(first, n, sums.data(), in);
     }
 
    protected:
@@ -182,7 +184,7 @@ class ByRows : public Pass<T> {
 
    private:
     // What is wanted of a piece: its rows from `first` on, whose sums (n, width) are complete.
-    void deliver(int64_t first, int64_t n, float* sums, float* normed) const {
+    void deliver(int64_t first, int64_t n, float* sums, std::vector<float>& normed) const {
         constexpr int64_t TOGETHER_DRAWN = 32;  // rows whose logits stay in a processor's cache
         thread_local std::vector<float> logits;
         const Model<T>& model = this->model;
@@ -190,17 +192,18 @@ class ByRows : public Pass<T> {
         const int64_t width = model.width, vocabulary = model.head.outputs;
         const int64_t *const all = batch.wanted, *const none = all + batch.wanted_count;
         const int64_t from = std::lower_bound(all, none, first) - all, to = std::lower_bound(all, none, first + n) - all;
+        normed.resize(std::max(n, to - from) * width);  // a row may be wanted more than once
         for (int64_t k = from; k < to; k++) {
-            float* const row = sums + (all[k] - first) * width;
-            add_norm<float>(row, nullptr, model.norm, normed + (k - from) * width, width, this->eps);
+            float* const to_row = &normed[(k - from) * width];
+            add_norm<float>(sums + (all[k] - first) * width, nullptr, model.norm, to_row, width, this->eps);
             if (this->hidden != nullptr)
-                for (int64_t j = 0; j < width; j++) put(this->hidden + k * width + j, normed[(k - from) * width + j]);
+                for (int64_t j = 0; j < width; j++) put(this->hidden + k * width + j, to_row[j]);
         }
         if (this->drawing.temperatures == nullptr) return;
         logits.resize(TOGETHER_DRAWN * vocabulary);
         for (int64_t k = from; k < to; k += TOGETHER_DRAWN) {
             const int64_t m = std::min(TOGETHER_DRAWN, to - k);
-            model.head(normed + (k - from) * width, logits.data(), m);
+            model.head(&normed[(k - from) * width], logits.data(), m);
             for (int64_t i = 0; i < m; i++) this->draw(&logits[i * vocabulary], k + i);
         }
     }
@@ -326,7 +329,7 @@ class ByColumns : public ByRows<Bf16> {
         sums.resize(rows * model.width);
         queries.resize(rows * q_size);
         joined.resize(rows * one.qkv.outputs);
-        const int64_t filled = round_up(rows, SIDE);  // see `multiply_matrices`
+        const int64_t filled = round_up(std::max(rows, batch.wanted_count), SIDE);  // see `multiply_matrices`
         in.resize(filled * model.width);
         attended.resize(filled * q_size);
         gated.resize(filled * one.down.inputs);

@@ -127,6 +127,13 @@ class Decoding : public Job {
         outcome->rows += count + 1;
     }
 
+    // Whether both draw after the same trunk and the same token, as those do who were asked the same: that is run once.
+    static bool are_twins(const Item& one, const Item& other) {
+        const auto single = [](const Item& item) { return item.first == 0 && item.count == 1 && item.wanted == 1; };
+        return single(one) && single(other) && one.voice == other.voice && one.trunk == other.trunk &&
+               one.ids[0] == other.ids[0];
+    }
+
     void lay_out() {
         // Rows of one voice are computed together, and of them those of one trunk.
         std::sort(items.begin(), items.end(), [](const Item& a, const Item& b) {
@@ -135,16 +142,27 @@ class Decoding : public Job {
         for (auto* rows : {&ids, &positions, &slots, &own, &lengths, &trunk_of, &voices, &wanted}) rows->clear();
         temperatures.clear();
         uniforms.clear();
-        for (const Item& item : items)
+        twins.clear();
+        twins_first.clear();
+        const Item* before = nullptr;
+        for (const Item& item : items) {
+            const bool twin = before != nullptr && are_twins(*before, item);
+            before = &item;
+            if (twin) {
+                twins.push_back(item.slot);
+                outcome->rows--;
+            }
             for (int64_t i = 0; i < item.count; i++) {
                 const int64_t place = item.first + i, drawing = i - (item.count - item.wanted);
                 if (drawing >= 0) {
-                    wanted.push_back(ids.size());
+                    wanted.push_back(twin ? ids.size() - 1 : ids.size());
                     temperatures.push_back(sheet.temperatures[item.slot]);
                     // A token has its random number, whether it is drawn now or was guessed wrongly and is drawn later.
                     const int64_t number = sheet.drawn[item.slot] + drawing;
                     uniforms.push_back(random_number(sheet.seeds + 2 * item.slot, number));
                 }
+                if (twin) continue;
+                twins_first.push_back(twins.size());
                 ids.push_back(item.ids[i]);
                 positions.push_back(item.begun + place);
                 slots.push_back(item.slot);
@@ -153,12 +171,15 @@ class Decoding : public Job {
                 trunk_of.push_back(item.trunk);
                 voices.push_back(item.voice);
             }
+        }
+        twins_first.push_back(twins.size());
         tokens.resize(wanted.size());
         logprobs.resize(wanted.size());
         const int64_t rows = ids.size(), count = wanted.size();
         pass->take({ids.data(), positions.data(), slots.data(), own.data(), lengths.data(), trunk_of.data(),
                     voices.data(), wanted.data(), trunks, rows, trunk_count, count},
-                   {temperatures.data(), uniforms.data(), tokens.data(), logprobs.data()}, nullptr);
+                   {temperatures.data(), uniforms.data(), tokens.data(), logprobs.data()}, nullptr,
+                   {twins_first.data(), twins.data()});
     }
 
     // Of each completion the first token that was drawn, and each that comes after one that was guessed.
@@ -201,7 +222,7 @@ class Decoding : public Job {
     std::vector<int64_t> active;  // slots of completions that are run next
     const std::vector<Copy> copies;
     std::vector<Item> items;
-    std::vector<int64_t> ids, positions, slots, own, lengths, trunk_of, voices, wanted, tokens;
+    std::vector<int64_t> ids, positions, slots, own, lengths, trunk_of, voices, wanted, tokens, twins, twins_first;
     std::vector<float> temperatures, logprobs;
     std::vector<double> uniforms;
 };
