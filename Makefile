@@ -4,8 +4,6 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 TRINITY := .venv-trinity
-# Compiling all modules beforehand takes longer than the rest; those that are imported are compiled then.
-INSTALL := python -m pip install --quiet --disable-pip-version-check --no-compile
 
 # The theme announces its successor on every build.
 export NO_MKDOCS_2_WARNING := 1
@@ -23,14 +21,14 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "Installing into .venv; the first time this takes a few minutes."
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"`$(PYTHON)` is Python {sys.version.split()[0]}; Python 3.11 or 3.12 is needed: make install PYTHON=python3.12")'
 	@$(PYTHON) -m venv .venv
-	@$(BIN)/$(INSTALL) -c constraints.txt -e '.[dev,docs]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,docs]'
 	@touch $@
 
 # Trinity-RFT needs older versions of what the rest is tested with.
 $(TRINITY)/.installed: pyproject.toml constraints-trinity.txt
 	@echo "Installing Trinity-RFT into $(TRINITY); the first time this takes a few minutes."
 	@$(PYTHON) -m venv $(TRINITY)
-	@$(TRINITY)/bin/$(INSTALL) -c constraints-trinity.txt -e '.[trinity]' pytest
+	@$(TRINITY)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-trinity.txt -e '.[trinity]' pytest
 	@touch $@
 
 demo: install ## Train the small example agent on this machine and show what it learned.
