@@ -357,8 +357,8 @@ def test_who_is_asked_the_same_shares_the_last_token(
     sampler = Sampler(loaded, engine)
     assert isinstance(sampler._runner.decoder, WholeDecoder)
     rng = random.Random(0)
-    start = [rng.randrange(3, 100) for _ in range(90)]
-    prompts = [[*start, last] for last in (5, 6, 7) for _ in range(6)]
+    shared = [rng.randrange(3, 100) for _ in range(90)]
+    prompts = [[*shared, last] for last in (5, 6, 7) for _ in range(6)]
 
     async def everything() -> list[ModelCall]:
         params = [SamplingParams(max_tokens=5, seed=seed) for seed in range(len(prompts))]

@@ -197,7 +197,8 @@ struct Twins {
 
     template <class Visit>
     void each_slot(int64_t row, Visit visit) const {
-        for (int64_t i = first == nullptr ? 0 : first[row]; first != nullptr && i < first[row + 1]; i++) visit(slots[i]);
+        if (first == nullptr) return;
+        for (int64_t i = first[row]; i < first[row + 1]; i++) visit(slots[i]);
     }
 };
 
