@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine_tools import load, start
+from torch import Tensor
 
 from agentscope_tuner.algorithms.distributions import draw_tokens
 from agentscope_tuner.engine import attention, compiling, fast_forms, native
@@ -169,6 +170,35 @@ def test_gates_of_any_size() -> None:
             torch.testing.assert_close(ours, theirs.to(dtype), rtol=1e-5 if dtype == torch.float32 else 2e-2, atol=1e-4)
     found = kernels.swiglu_backward(torch.ones_like(gate), gate, up)
     torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("way", native.Way)
+@pytest.mark.parametrize(("tokens", "width", "inner"), [(1, 64, 96), (45, 96, 40), (77, 40, 64), (301, 64, 544)])
+def test_rounded_layers_of_any_size(
+    tokens: int, width: int, inner: int, way: native.Way, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pieces that are whole or not, as registers for matrices need them, against the same in float32."""
+    kernels = native_kernels()
+    assert kernels is not None
+    monkeypatch.setattr(kernels, "way", kernels.way)  # and as it was again, in the end
+    kernels.way = way  # or as it was, where the processor has no such thing
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return (torch.randn(*shape, generator=generator) / shape[-1] ** 0.5).bfloat16()
+
+    x, grad, norm = draw(tokens, width).float(), draw(tokens, width).float(), 1 + draw(width).float()
+    attended = draw(tokens, 2 * width)
+    weights = [draw(width, 2 * width), *(draw(inner, width) for _ in "gu"), draw(width, inner)]
+    found = []
+    for dtype in (torch.bfloat16, torch.float32):
+        seen, out, gate, up, down = (tensor.to(dtype) for tensor in (attended, *weights))
+        given = (out, norm, gate, up, down)
+        y, *kept = kernels.layer_out(x, seen, *given, 1e-6)
+        found.append([y, *kernels.layer_out_backward(grad, seen, *given, *kept)])
+    for rounded, exact in zip(*found, strict=True):
+        assert rounded.shape == exact.shape
+        assert (rounded.float() - exact).norm() < 1e-2 * exact.norm()
 
 
 @pytest.mark.parametrize("kernel", ["attention", "its gradient", "gates", "their gradients", "drawing", "losses"])

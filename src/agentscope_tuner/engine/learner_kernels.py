@@ -10,6 +10,9 @@ from torch import Tensor
 
 from agentscope_tuner.engine.binding import NUMBER, SIZE, Functions, addresses, flat
 
+_SIDE = 16
+"""Rows of a register that holds a matrix."""
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Heads:
@@ -34,6 +37,12 @@ class Heads:
         return self.cosines.shape[1]
 
 
+def _whole(shape: Sequence[int]) -> tuple[int, int]:
+    """With rows added that fill the last registers, where these hold matrices."""
+    rows, columns = shape
+    return -(-rows // _SIDE) * _SIDE, columns
+
+
 class LearnerKernels:
     """Parts of a forward pass and of its gradient."""
 
@@ -45,6 +54,8 @@ class LearnerKernels:
         self._layer_in_backward = of_each_type("layer_in_backward", 23, *[SIZE] * 5, NUMBER, NUMBER)
         self._layer_out = of_each_type("layer_out", 11, *[SIZE] * 4, NUMBER)
         self._layer_out_backward = of_each_type("layer_out_backward", 17, *[SIZE] * 4)
+        self._in_strips = take("whether_in_strips", 0, SIZE, SIZE, result=SIZE)
+        self._weight_gradient = take("weight_gradient_bf16", 3, *[SIZE] * 5)
         self._rms_norm = of_each_type("rms_norm", 6, SIZE, SIZE, NUMBER)
         self._rms_norm_backward = of_each_type("rms_norm_backward", 7, SIZE, SIZE)
         self._rotate = take("rotate", 5, SIZE, SIZE, SIZE, NUMBER)
@@ -139,7 +150,8 @@ class LearnerKernels:
             *addresses(grad_norm, grad_bias, *(grad_norms or (None, None))),
             *x.shape, count, heads.kv_heads, d, heads.scaling, heads.eps,
         )  # fmt: skip
-        return grad, grad_norm, *(grad_projected.T @ normed).split(outputs), grad_bias, *grad_norms
+        grad_weights = self._gradient(grad_projected, normed, len(x)).split(outputs)
+        return grad, grad_norm, *grad_weights, grad_bias, *grad_norms
 
     def layer_out(
         self, x: Tensor, attended: Tensor, out: Tensor, norm: Tensor, gate: Tensor, up: Tensor, down: Tensor, eps: float
@@ -158,11 +170,11 @@ class LearnerKernels:
 
         Returns:
             The sum (N, D) with this layer; and for the gradient that before the norm (N, D), the norm's scales (N,),
-            and gate and up (N, 2 I), joined, in the weights' type.
+            and gate and up, joined, in the weights' type: (N, 2 I), or strips of it, see `kernels/strips.h`.
         """
         x, attended, out, gate, up, down = flat(x, attended, out, gate, up, down)
         middle, y = torch.empty_like(x), torch.empty_like(x)
-        scales, joined = x.new_empty(len(x)), out.new_empty(len(x), 2 * len(gate))
+        scales, joined = x.new_empty(len(x)), out.new_empty(_whole((len(x), 2 * len(gate))))
         places = addresses(x, attended, out, norm, gate, up, down, middle, scales, joined, y)
         self._layer_out[out.dtype](*places, *x.shape, attended.shape[1], len(gate), eps)
         return y, middle, scales, joined
@@ -174,7 +186,8 @@ class LearnerKernels:
         """Gradients of x, attended, and the five weights."""
         grad, attended, out, gate, up, down = flat(grad, attended, out, gate, up, down)
         tokens, inner = len(grad), len(gate)
-        gated, grad_joined, normed = out.new_empty(tokens, inner), torch.empty_like(joined), out.new_empty(grad.shape)
+        gated, normed = out.new_empty(_whole((tokens, inner))), out.new_empty(grad.shape)
+        grad_joined = torch.empty_like(joined)
         grad_middle, grad_attended = torch.empty_like(grad), grad.new_empty(attended.shape)
         # What is multiplied is of the weights' type; of float32 there are no copies.
         rounded = grad.to(out.dtype)
@@ -185,9 +198,25 @@ class LearnerKernels:
             rounded_middle, grad_attended, grad_norm,
         )  # fmt: skip
         self._layer_out_backward[out.dtype](*places, *grad.shape, attended.shape[1], inner)
-        grad_gate, grad_up = (grad_joined.T @ normed).split(inner)
-        weights = (rounded_middle.T @ attended, grad_norm, grad_gate, grad_up, rounded.T @ gated)
-        return grad_middle, grad_attended, *weights
+        strips = self._lie_in_strips(out.dtype, grad.shape[1], inner)
+        grad_out = self._gradient(rounded_middle, attended, tokens)
+        grad_gates = self._gradient(grad_joined, normed, tokens, grad_strips=strips).split(inner)
+        grad_down = self._gradient(rounded, gated, tokens, x_strips=strips)
+        return grad_middle, grad_attended, grad_out, grad_norm, *grad_gates, grad_down
+
+    def _lie_in_strips(self, dtype: torch.dtype, *columns: int) -> bool:
+        return dtype == torch.bfloat16 and bool(self._in_strips(*columns))
+
+    def _gradient(
+        self, grad: Tensor, x: Tensor, tokens: int, *, grad_strips: bool = False, x_strips: bool = False
+    ) -> Tensor:
+        """Of a weight: the transpose of grad (N, outputs) times x (N, inputs), of which both may lie in strips."""
+        outputs, inputs = grad.shape[1], x.shape[1]
+        if not self._lie_in_strips(x.dtype, outputs, inputs):
+            return grad[:tokens].T @ x[:tokens]
+        weight = x.new_empty(outputs, inputs)
+        self._weight_gradient(*addresses(grad, x, weight), tokens, outputs, inputs, grad_strips, x_strips)
+        return weight
 
     def rms_norm(
         self, x: Tensor, change: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype = torch.float32

@@ -5,13 +5,11 @@
 
 #include <memory>
 
-#include "blocks.h"
+#include "strips.h"
 
 namespace {
 
-// Rows that a thread takes at once. Registers that hold matrices multiply fewer than these sooner than the weights of a
-// large model are read.
-constexpr int64_t PIECE = 48, PIECE_IN_MATRICES = 96;
+constexpr int64_t PIECE = 48;  // rows that a thread takes at once, see also `strips.h`
 
 // All rows, in such pieces.
 struct Pieces {
@@ -82,6 +80,8 @@ class Product {
     }
 
     void operator()(const T* x, float* y, int64_t rows) const { linear(x, y, rows); }
+
+    operator const Linear<T>&() const { return linear; }
 
    private:
     int64_t inputs() const { return backwards ? weight.outputs() : weight.inputs; }
@@ -288,12 +288,13 @@ void layer_in_backward(const float* grad_q, const float* grad_k, const float* gr
 }
 
 // From the sum x (rows, width) and what was attended to (rows, attended), to the next sum y. The middle one, scales (rows)
-// of its norm, and what gates are made of, gate and up (rows, 2 inner), are kept.
+// of its norm, and what gates are made of, gate and up (rows, 2 inner), are kept; these in strips, where they may lie so.
 template <class T>
 void layer_out(const float* x, const T* attended, const T* out, const float* norm, const T* gate,
                const T* up, const T* down, float* middle, float* scales, T* joined, float* y, int64_t rows,
                int64_t width, int64_t size, int64_t inner, float eps) {
     const auto pieces = Pieces::of<T>(rows);
+    const bool strips = std::is_same_v<T, Bf16> && lie_in_strips(width, inner);
     const Product<T> to_width({{{out, width}}, size}, nullptr),
         to_inner({{{gate, inner}, {up, inner}}, width}, nullptr), from_inner({{{down, width}}, inner}, nullptr);
 #pragma omp parallel
@@ -304,16 +305,21 @@ void layer_out(const float* x, const T* attended, const T* out, const float* nor
         for (const Product<T>* product : {&to_width, &to_inner, &from_inner}) product->prepare();
         pieces.each([&](int64_t first, int64_t n, int64_t) {
             T* const kept = joined + first * 2 * inner;
-            float *const sums = middle + first * width, *const gates = place(kept, room, pieces.size * 2 * inner);
+            float* const sums = middle + first * width;
             std::copy_n(x + first * width, n * width, sums);
             to_width(attended + first * size, change.data(), n);
             for (int64_t i = 0; i < n; i++)
                 scales[first + i] =
                     add_norm(sums + i * width, &change[i * width], norm, &normed[i * width], width, eps);
-            to_inner(normed.data(), gates, n);
-            for (int64_t i = 0; i < n; i++) gate_joined(gates + i * 2 * inner, &gated[i * inner], inner);
-            keep(gates, kept, n * 2 * inner);
-            from_inner(gated.data(), change.data(), n);
+            if constexpr (std::is_same_v<T, Bf16>)
+                if (strips) change_in_strips(normed.data(), to_inner, from_inner, kept, change.data(), n);
+            if (!strips) {
+                float* const gates = place(kept, room, pieces.size * 2 * inner);
+                to_inner(normed.data(), gates, n);
+                for (int64_t i = 0; i < n; i++) gate_joined(gates + i * 2 * inner, &gated[i * inner], inner);
+                keep(gates, kept, n * 2 * inner);
+                from_inner(gated.data(), change.data(), n);
+            }
             for (int64_t i = 0; i < n * width; i++) y[first * width + i] = sums[i] + change[i];
         });
     }
@@ -321,13 +327,14 @@ void layer_out(const float* x, const T* attended, const T* out, const float* nor
 
 // Gradients of `layer_out`, by that of y (rows, width), which is also given in the weights' type, `rounded`. Those of
 // weights are products: of rounded_middle (rows, width), as grad_middle is rounded, and attended; of grad_joined (rows,
-// 2 inner) and normed (rows, width); of rounded and gated (rows, inner).
+// 2 inner) and normed (rows, width); of rounded and gated (rows, inner). What is joined and gated may lie in strips.
 template <class T>
 void layer_out_backward(const float* grad, const T* rounded, const float* middle, const float* scales, const T* joined,
                         const T* out, const float* norm, const T* gate, const T* up, const T* down, T* gated,
                         T* grad_joined, T* normed, float* grad_middle, T* rounded_middle, float* grad_attended,
                         float* grad_norm, int64_t rows, int64_t width, int64_t size, int64_t inner) {
     const auto pieces = Pieces::of<T>(rows);
+    const bool strips = std::is_same_v<T, Bf16> && lie_in_strips(width, inner);
     const Product<T> to_attended({{{out, width}}, size}, nullptr, true),
         from_gates({{{gate, inner}, {up, inner}}, width}, nullptr, true),
         to_gated({{{down, width}}, inner}, nullptr, true);
@@ -338,17 +345,25 @@ void layer_out_backward(const float* grad, const T* rounded, const float* middle
         std::vector<float> change(pieces.size * width), grad_gated(pieces.size * inner);
         for (const Product<T>* product : {&to_attended, &from_gates, &to_gated}) product->prepare();
         pieces.each([&](int64_t first, int64_t n, int64_t piece) {
-            to_gated(rounded + first * width, grad_gated.data(), n);
-            for (int64_t i = 0; i < n; i++) {
-                const T* const gates = joined + (first + i) * 2 * inner;
-                T* const to = grad_joined + (first + i) * 2 * inner;
-                gate_joined(gates, gated + (first + i) * inner, inner);
+            const T* const kept = joined + first * 2 * inner;
+            T *const let = gated + first * inner, *const grads = grad_joined + first * 2 * inner;
+            if constexpr (std::is_same_v<T, Bf16>)
+                if (strips)
+                    change_in_strips_backward(rounded + first * width, kept, to_gated, from_gates, let, grads,
+                                              change.data(), n);
+            if (!strips) {
+                to_gated(rounded + first * width, grad_gated.data(), n);
+                for (int64_t i = 0; i < n; i++) {
+                    const T* const gates = kept + i * 2 * inner;
+                    T* const to = grads + i * 2 * inner;
+                    gate_joined(gates, let + i * inner, inner);
 #pragma omp simd
-                for (int64_t j = 0; j < inner; j++)
-                    gate_backward(grad_gated[i * inner + j], number(gates[j]), number(gates[inner + j]), to + j,
-                                  to + inner + j);
+                    for (int64_t j = 0; j < inner; j++)
+                        gate_backward(grad_gated[i * inner + j], number(gates[j]), number(gates[inner + j]), to + j,
+                                      to + inner + j);
+                }
+                from_gates(grads, change.data(), n);
             }
-            from_gates(grad_joined + first * 2 * inner, change.data(), n);
             for (int64_t row = first; row < first + n; row++) {
                 const int64_t at = row * width;
                 scale_row(middle + at, scales[row], norm, normed + at, width);

@@ -18,6 +18,13 @@ namespace {
 
 constexpr int64_t SIDE = 16;  // rows of such a register, and how many pairs or floats each of them has
 
+// Rows that are multiplied: how far apart they are, and how far SIDE pairs of a row are from its next ones.
+struct PairsOfRows {
+    const uint32_t* start;
+    int64_t stride, step = SIDE;
+    PairsOfRows from(int64_t row) const { return {start + row * stride, stride, step}; }
+};
+
 #if HAS_MATRICES
 
 // Asks the system for them, as it wants it, for all threads; returns whether they may be used.
@@ -55,11 +62,12 @@ class Matrices {
 // out (HEIGHT SIDE, TILE) becomes, or grows by, pairs a times pairs of a tile (count, TILE); `count` is a multiple of
 // SIDE. Rows of everything are some numbers or pairs apart.
 template <int HEIGHT>
-void multiply_matrices(const uint32_t* a, int64_t a_stride, const uint32_t* tile, int64_t stride, int64_t count,
-                       float* out, int64_t out_stride, bool add, int64_t soon, int64_t soon_end) {
+void multiply_matrices(const PairsOfRows& a, const uint32_t* tile, int64_t stride, int64_t count, float* out,
+                       int64_t out_stride, bool add, int64_t soon, int64_t soon_end) {
     static_assert(TILE == 2 * SIDE && (HEIGHT == 1 || HEIGHT == 2));
     float* const below = out + SIDE * out_stride;
-    const int64_t a_bytes = 4 * a_stride, bytes = 4 * stride, out_bytes = 4 * out_stride;
+    const uint32_t* at = a.start;
+    const int64_t a_bytes = 4 * a.stride, bytes = 4 * stride, out_bytes = 4 * out_stride;
     asm volatile("" ::: "memory");  // what is read was written before
     if (add) {
         _tile_loadd(0, out, out_bytes);
@@ -74,17 +82,17 @@ void multiply_matrices(const uint32_t* a, int64_t a_stride, const uint32_t* tile
         _tile_zero(2);
         _tile_zero(3);
     }
-    for (int64_t j = 0; j < count; j += SIDE, tile += SIDE * stride) {
+    for (int64_t j = 0; j < count; j += SIDE, at += a.step, tile += SIDE * stride) {
         // Of this tile or the next: what is only asked for when it is needed is waited for.
         for (int64_t line = soon; line < soon_end; line++)
             _mm_prefetch(reinterpret_cast<const char*>(tile + AHEAD * TILE + line * SIDE), _MM_HINT_T1);
-        _tile_loadd(4, a + j, a_bytes);
+        _tile_loadd(4, at, a_bytes);
         _tile_loadd(6, tile, bytes);
         _tile_dpbf16ps(0, 4, 6);
         _tile_loadd(7, tile + SIDE, bytes);
         _tile_dpbf16ps(1, 4, 7);
         if constexpr (HEIGHT == 2) {
-            _tile_loadd(5, a + SIDE * a_stride + j, a_bytes);
+            _tile_loadd(5, at + SIDE * a.stride, a_bytes);
             _tile_dpbf16ps(2, 5, 6);
             _tile_dpbf16ps(3, 5, 7);
         }
@@ -99,19 +107,19 @@ void multiply_matrices(const uint32_t* a, int64_t a_stride, const uint32_t* tile
 }
 
 // The same for m rows of which `width` numbers are wanted. There are rows of `a` up to a multiple of SIDE.
-void multiply_matrices(const uint32_t* a, int64_t a_stride, const uint32_t* tile, int64_t stride, int64_t count,
-                       float* out, int64_t out_stride, int64_t m, int64_t width, bool add) {
+void multiply_matrices(const PairsOfRows& a, const uint32_t* tile, int64_t stride, int64_t count, float* out,
+                       int64_t out_stride, int64_t m, int64_t width, bool add) {
     for (int64_t i = 0; i < m; i += 2 * SIDE) {
         const int64_t rows = std::min(2 * SIDE, m - i);
         const auto multiply = rows > SIDE ? multiply_matrices<2> : multiply_matrices<1>;
         float* const to = out + i * out_stride;
         const int64_t lines = stride == TILE ? 2 * SIDE : 0, soon = i * lines / m, soon_end = (i + rows) * lines / m;
         if (rows % SIDE == 0 && width == TILE) {
-            multiply(a + i * a_stride, a_stride, tile, stride, count, to, out_stride, add, soon, soon_end);
+            multiply(a.from(i), tile, stride, count, to, out_stride, add, soon, soon_end);
             continue;
         }
         alignas(64) float whole[2 * SIDE * TILE];
-        multiply(a + i * a_stride, a_stride, tile, stride, count, whole, TILE, false, soon, soon_end);
+        multiply(a.from(i), tile, stride, count, whole, TILE, false, soon, soon_end);
         for (int64_t r = 0; r < rows; r++) {
             if (!add) std::fill_n(to + r * out_stride, width, 0.0f);
             for (int64_t j = 0; j < width; j++) to[r * out_stride + j] += whole[r * TILE + j];
@@ -125,8 +133,8 @@ inline bool matrices_granted() { return false; }
 struct Matrices {
     explicit Matrices(bool) {}
 };
-inline void multiply_matrices(const uint32_t*, int64_t, const uint32_t*, int64_t, int64_t, float*, int64_t, int64_t,
-                              int64_t, bool) {}
+inline void multiply_matrices(const PairsOfRows&, const uint32_t*, int64_t, int64_t, float*, int64_t, int64_t, int64_t,
+                              bool) {}
 
 #endif
 

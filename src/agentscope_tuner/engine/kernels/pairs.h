@@ -123,7 +123,7 @@ void dot_tile(const uint32_t* a, int64_t a_stride, const uint32_t* tile, int64_t
 void multiply_pairs(const uint32_t* a, const uint32_t* tile, int64_t stride, int64_t count, float* out,
                     int64_t out_stride, int64_t m, int64_t width, bool add, const uint32_t* soon = nullptr) {
     const int64_t whole = way == IN_MATRICES ? count / SIDE * SIDE : 0;
-    if (whole > 0) multiply_matrices(a, count, tile, stride, whole, out, out_stride, m, width, add);
+    if (whole > 0) multiply_matrices({a, count}, tile, stride, whole, out, out_stride, m, width, add);
     if (whole < count)
         dot_tile<TOGETHER>(a + whole, count, tile + whole * stride, stride, count - whole, out, out_stride, m, width,
                            add || whole > 0, soon);
