@@ -212,10 +212,10 @@ def test_numbers_that_lie_far_apart_take_no_longer(kernel: str) -> None:
 
     def compute(scale: float) -> Callable[[], object]:
         q, gate, logits = (scale * torch.randn(shape) for shape in ((256, 4, 32), (64, 2048), (64, 2048)))
-        out, logsums = kernels.tree_attend(q, k, v, stretches, spans)
+        out, normalizers = kernels.tree_attend(q, k, v, stretches, spans)
         ways: dict[str, Callable[[], object]] = {
             "attention": lambda: kernels.tree_attend(q, k, v, stretches, spans),
-            "its gradient": lambda: kernels.tree_attend_backward(q, q, k, v, out, logsums, stretches, spans),
+            "its gradient": lambda: kernels.tree_attend_backward(q, q, k, v, out, normalizers, stretches, spans),
             "gates": lambda: kernels.swiglu(gate, gate),
             "their gradients": lambda: kernels.swiglu_backward(gate, gate, gate),
             "drawing": lambda: kernels.draw(logits, temperatures, temperatures.double() / 2),

@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from agentscope_tuner.algorithms.packing import pack
@@ -80,3 +81,22 @@ def test_scores_are_not_kept_for_the_backward_pass() -> None:
     with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
         TreeLayout(tree, torch.device("cpu")).attend(0, q, k, v, 0.3)
     assert kept < 4 * (q.numel() + k.numel() + v.numel())  # the scores would be 200 times as many
+
+
+def test_compiled_gradients_are_as_exact_for_large_scores() -> None:
+    kernels = native_kernels()
+    assert kernels is not None
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, grad = (torch.randn(200, heads, 16, generator=generator) for heads in (4, 2, 2, 4))
+    q *= 4  # scores of up to 60
+    stretches, spans = torch.tensor([[0, 200, 0, 0]]), torch.zeros(0, 2, dtype=torch.int64)
+    found = kernels.tree_attend_backward(
+        grad, q, k, v, *kernels.tree_attend(q, k, v, stretches, spans), stretches, spans
+    )
+    inputs = [x.double().requires_grad_() for x in (q, k, v)]
+    queries, *shared = (x.transpose(0, 1) for x in inputs)
+    keys, values = (x.repeat_interleave(2, 0) for x in shared)
+    out = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=1)
+    expected = torch.autograd.grad((out.transpose(0, 1) * grad).sum(), inputs)
+    errors = [float((a - b).norm() / b.norm()) for a, b in zip(found, expected, strict=True)]
+    assert max(errors[:2]) < 2.5e-6 and errors[2] < 8e-7  # that of v is twice as large by logarithms of sums

@@ -75,16 +75,16 @@ class LearnerKernels:
             spans: (any, 2) first token and end. Stretches lie side by side, and a span begins where one of them does.
 
         Returns:
-            Outputs (N, H, d), and the logarithms of the sums of exponentials (N, H).
+            Outputs (N, H, d); and (2, N, H) what is subtracted from scores, and their exponentials multiplied by.
         """
         q, k, v = flat(q, k, v)
-        out, logsums = torch.empty_like(q), q.new_empty(q.shape[:2])
+        out, normalizers = torch.empty_like(q), q.new_empty(2, *q.shape[:2])
         sizes = (len(stretches), *k.shape[:2], q.shape[1] // k.shape[1], q.shape[2])
-        self._tree_attend(*addresses(q, k, v, out, logsums, stretches, spans), *sizes)
-        return out, logsums
+        self._tree_attend(*addresses(q, k, v, out, normalizers, stretches, spans), *sizes)
+        return out, normalizers
 
     def tree_attend_backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsums: Tensor, stretches: Tensor,
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, normalizers: Tensor, stretches: Tensor,
         spans: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Gradients of q, k and v."""
@@ -95,7 +95,7 @@ class LearnerKernels:
         grad_k, grad_v = k.new_zeros(parts, *k.shape), v.new_zeros(parts, *v.shape)
         sizes = (len(stretches), tokens, kv_heads, q.shape[1] // kv_heads, d, parts)
         self._tree_attend_backward(
-            *addresses(grad, q, k, v, out, logsums, grad_q, grad_k, grad_v, stretches, spans), *sizes
+            *addresses(grad, q, k, v, out, normalizers, grad_q, grad_k, grad_v, stretches, spans), *sizes
         )
         grad_k, grad_v = (grads.squeeze(0) if parts == 1 else grads.sum(0) for grads in (grad_k, grad_v))
         return grad_q, grad_k, grad_v

@@ -258,18 +258,18 @@ class _LayerIn(torch.autograd.Function):
         layout: TreeLayout, kernels: LearnerKernels, *head_norms: Tensor,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         q, k, v, scales, projected = kernels.layer_in(x, norm, (to_q, to_k, to_v), bias, heads)
-        attended, logsums = kernels.tree_attend(q, k, v, layout.stretches, layout.spans)
-        ctx.save_for_backward(x, norm, to_q, to_k, to_v, bias, scales, projected, q, k, v, attended, logsums)
+        attended, normalizers = kernels.tree_attend(q, k, v, layout.stretches, layout.spans)
+        ctx.save_for_backward(x, norm, to_q, to_k, to_v, bias, scales, projected, q, k, v, attended, normalizers)
         ctx.heads, ctx.layout, ctx.kernels = heads, layout, kernels
         return x, attended.flatten(1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, norm, to_q, to_k, to_v, bias, scales, projected, q, k, v, attended, logsums = ctx.saved_tensors
+        x, norm, to_q, to_k, to_v, bias, scales, projected, q, k, v, attended, normalizers = ctx.saved_tensors
         grad_x, grad = grads
         stretches, spans = ctx.layout.stretches, ctx.layout.spans
-        along = ctx.kernels.tree_attend_backward(grad.view_as(q), q, k, v, attended, logsums, stretches, spans)
+        along = ctx.kernels.tree_attend_backward(grad.view_as(q), q, k, v, attended, normalizers, stretches, spans)
         # Of x, its norm, three projections and their biases; and of heads' norms.
         found = ctx.kernels.layer_in_backward(
             *along, grad_x, x, norm, (to_q, to_k, to_v), bias, ctx.heads, scales, projected

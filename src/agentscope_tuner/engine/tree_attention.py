@@ -162,8 +162,8 @@ class _CompiledTreeAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, stretches: Tensor, spans: Tensor, kernels: LearnerKernels
     ) -> Tensor:
-        out, logsums = kernels.tree_attend(q, k, v, stretches, spans)
-        ctx.save_for_backward(q, k, v, out, logsums, stretches, spans)
+        out, normalizers = kernels.tree_attend(q, k, v, stretches, spans)
+        ctx.save_for_backward(q, k, v, out, normalizers, stretches, spans)
         ctx.kernels = kernels
         return out
 

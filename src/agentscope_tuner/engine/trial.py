@@ -139,8 +139,8 @@ def _agrees_along_a_tree(kernels: NativeKernels, draw: Callable[..., Tensor]) ->
         scores = (q @ k.transpose(1, 2)).masked_fill(~seen, -torch.inf)
         expected = (torch.softmax(scores, -1) @ v).transpose(0, 1)
         q, k, v = (x.detach() for x in inputs)
-        out, logsums = kernels.tree_attend(q, k, v, stretches, spans)
-        found = [out, *kernels.tree_attend_backward(grad, q, k, v, out, logsums, stretches, spans)]
+        out, normalizers = kernels.tree_attend(q, k, v, stretches, spans)
+        found = [out, *kernels.tree_attend_backward(grad, q, k, v, out, normalizers, stretches, spans)]
         wanted = [expected, *torch.autograd.grad((expected * grad).sum(), inputs)]
         if not all((a - b).norm() <= _TOLERANCE * b.norm() for a, b in zip(found, wanted, strict=True)):
             return False

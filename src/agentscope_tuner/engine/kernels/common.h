@@ -211,8 +211,9 @@ inline float bounded_below(float x) {
 
 inline float exponential(float x) { return std::exp(bounded_below(x)); }
 
-// Softmax of the first n numbers, zero for the others up to `width`; returns the logarithm of the sum of exponentials.
-float softmax(float* __restrict x, int64_t n, int64_t width) {
+// Softmax of the first n numbers, zero for the others up to `width`; returns what is subtracted from them, and what their
+// exponentials are multiplied by.
+std::pair<float, float> softmax(float* __restrict x, int64_t n, int64_t width) {
     float most = x[0];
     for (int64_t i = 1; i < n; i++) most = std::max(most, x[i]);
     float sum = 0;
@@ -223,7 +224,7 @@ float softmax(float* __restrict x, int64_t n, int64_t width) {
     const float scale = 1 / sum;
     for (int64_t i = 0; i < n; i++) x[i] *= scale;
     std::fill(x + n, x + width, 0.0f);
-    return most + std::log(sum);
+    return {most, scale};
 }
 
 // Rotary embedding of one head; with sign -1 its transpose.

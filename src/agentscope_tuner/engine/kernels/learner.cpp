@@ -1,6 +1,7 @@
 // The learner's attention along a packed tree, and its steps between matrix products, with their gradients.
 
 #include <memory>
+#include <tuple>
 
 #include "common.h"
 
@@ -116,8 +117,9 @@ bool all_zero(const std::vector<float>& numbers) {
 }  // namespace
 
 // Attention along a packed tree. q, out: (tokens, kv_heads, group, d), queries scaled; k, v: (tokens, kv_heads, d);
-// logsums: (tokens, kv_heads, group), for the gradient.
-extern "C" void tree_attend(const float* q, const float* k, const float* v, float* out, float* logsums,
+// normalizers: (2, tokens, kv_heads, group), for the gradient, what `softmax` returns. By one number, the logarithm of the
+// sum of exponentials, weights would be as wrong as large scores are rounded.
+extern "C" void tree_attend(const float* q, const float* k, const float* v, float* out, float* normalizers,
                             const int64_t* stretches, const int64_t* spans, int64_t count, int64_t tokens,
                             int64_t kv_heads, int64_t group, int64_t d) {
     const std::vector<Piece> pieces = cut(stretches, spans, count, group);
@@ -126,25 +128,28 @@ extern "C" void tree_attend(const float* q, const float* k, const float* v, floa
 #pragma omp parallel
     {
         keys.fill(k);
-        std::vector<float> scores, queries, sums, logs;
+        std::vector<float> scores, queries, sums, most, scales;
 #pragma omp for schedule(dynamic, 1)
         for (int64_t work = 0; work < static_cast<int64_t>(pieces.size()) * kv_heads; work++) {
             const Piece& piece = pieces[work / kv_heads];
             const int64_t head = work % kv_heads, many = (piece.end - piece.first) * group, width = piece.width();
             queries.resize(many * d);
             sums.assign(many * d, 0.0f);
-            logs.resize(many);
+            most.resize(many);
+            scales.resize(many);
             scores.resize(many * width);
             gather(q, queries.data(), piece, kv_heads, head, group * d);
             each_span(piece, [&](int64_t at, int64_t first, int64_t n) {
                 keys.multiply(queries.data(), head, first, &scores[at], many, n, width);
             });
-            for (int64_t i = 0; i < many; i++) logs[i] = softmax(&scores[i * width], piece.seen + i / group + 1, width);
+            for (int64_t i = 0; i < many; i++)
+                std::tie(most[i], scales[i]) = softmax(&scores[i * width], piece.seen + i / group + 1, width);
             each_span(piece, [&](int64_t at, int64_t first, int64_t n) {
                 add_product(&scores[at], 1, width, Rows{v + first * stride + head * d, stride}, sums.data(), d, many, n, d);
             });
             scatter(sums.data(), out, piece, kv_heads, head, group * d);
-            scatter(logs.data(), logsums, piece, kv_heads, head, group);
+            scatter(most.data(), normalizers, piece, kv_heads, head, group);
+            scatter(scales.data(), normalizers + tokens * kv_heads * group, piece, kv_heads, head, group);
         }
     }
 }
@@ -152,7 +157,7 @@ extern "C" void tree_attend(const float* q, const float* k, const float* v, floa
 // Gradients of `tree_attend`. grad_k and grad_v: (parts, tokens, kv_heads, d), to be summed by the caller: pieces of
 // different parts may add to the same keys at the same time. All gradients are zero at first.
 extern "C" void tree_attend_backward(const float* grad, const float* q, const float* k, const float* v,
-                                     const float* out, const float* logsums, float* grad_q, float* grad_k,
+                                     const float* out, const float* normalizers, float* grad_q, float* grad_k,
                                      float* grad_v, const int64_t* stretches, const int64_t* spans, int64_t count,
                                      int64_t tokens, int64_t kv_heads, int64_t group, int64_t d, int64_t parts) {
     const std::vector<Piece> pieces = cut(stretches, spans, count, group);
@@ -167,13 +172,14 @@ extern "C" void tree_attend_backward(const float* grad, const float* q, const fl
             const int64_t head = work % kv_heads, part = work / kv_heads;
             float* const part_k = grad_k + part * tokens * stride + head * d;
             float* const part_v = grad_v + part * tokens * stride + head * d;
-            std::vector<float> weights, changes, queries, grads, outs, sums, logs;
+            std::vector<float> weights, changes, queries, grads, outs, sums, most, scales;
             for (size_t number = part; number < pieces.size(); number += parts) {
                 const Piece& piece = pieces[number];
                 const int64_t many = (piece.end - piece.first) * group, width = piece.width();
                 for (auto* rows : {&queries, &grads, &outs}) rows->resize(many * d);
                 sums.assign(many * d, 0.0f);
-                logs.resize(many);
+                most.resize(many);
+                scales.resize(many);
                 weights.resize(many * width);
                 changes.resize(many * width);
                 gather(grad, grads.data(), piece, kv_heads, head, group * d);
@@ -184,7 +190,8 @@ extern "C" void tree_attend_backward(const float* grad, const float* q, const fl
                 }
                 gather(q, queries.data(), piece, kv_heads, head, group * d);
                 gather(out, outs.data(), piece, kv_heads, head, group * d);
-                gather(logsums, logs.data(), piece, kv_heads, head, group);
+                gather(normalizers, most.data(), piece, kv_heads, head, group);
+                gather(normalizers + tokens * kv_heads * group, scales.data(), piece, kv_heads, head, group);
                 each_span(piece, [&](int64_t at, int64_t first, int64_t n) {
                     keys.multiply(queries.data(), head, first, &weights[at], many, n, width);
                     values.multiply(grads.data(), head, first, &changes[at], many, n, width);
@@ -196,10 +203,10 @@ extern "C" void tree_attend_backward(const float* grad, const float* q, const fl
                     for (int64_t j = 0; j < d; j++) product += grads[i * d + j] * outs[i * d + j];
                     const int64_t seen = piece.seen + i / group + 1;
                     float *p = &weights[i * width], *change = &changes[i * width];
-                    const float log = logs[i];
+                    const float largest = most[i], scale = scales[i];
 #pragma omp simd
                     for (int64_t t = 0; t < seen; t++) {
-                        p[t] = exponential(p[t] - log);
+                        p[t] = exponential(p[t] - largest) * scale;
                         change[t] = p[t] * (change[t] - product);
                     }
                     std::fill(p + seen, p + width, 0.0f);
