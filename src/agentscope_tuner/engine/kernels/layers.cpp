@@ -301,7 +301,7 @@ void layer_out(const float* x, const T* attended, const T* out, const float* nor
     {
         const Matrices matrices(way == IN_MATRICES);
         std::vector<float> change(pieces.size * width), room;
-        std::vector<T> normed(pieces.size * width), gated(pieces.size * inner);
+        std::vector<T> normed(pieces.size * width), gated(strips ? 0 : pieces.size * inner);
         for (const Product<T>* product : {&to_width, &to_inner, &from_inner}) product->prepare();
         pieces.each([&](int64_t first, int64_t n, int64_t) {
             T* const kept = joined + first * 2 * inner;
@@ -342,7 +342,7 @@ void layer_out_backward(const float* grad, const T* rounded, const float* middle
 #pragma omp parallel
     {
         const Matrices matrices(way == IN_MATRICES);
-        std::vector<float> change(pieces.size * width), grad_gated(pieces.size * inner);
+        std::vector<float> change(pieces.size * width), grad_gated(strips ? 0 : pieces.size * inner);
         for (const Product<T>* product : {&to_attended, &from_gates, &to_gated}) product->prepare();
         pieces.each([&](int64_t first, int64_t n, int64_t piece) {
             const T* const kept = joined + first * 2 * inner;
