@@ -131,18 +131,18 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(compiled, "way", request.param)
 
 
-@pytest.fixture(scope="module", params=["some", "all"])
+@pytest.fixture(scope="module", params=["some", "all", "strips"])
 def odd_model_dir(
     request: pytest.FixtureRequest, tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """Its products end in the middle of registers, and some of them or all have biases."""
+    """Its products end in the middle of registers, and some of them or all have biases; or they may lie in strips."""
     directory = tmp_path_factory.mktemp("odd-model")
     tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
     tokenizer.save_pretrained(directory)
     torch.manual_seed(0)
     sizes = dict(
-        vocab_size=len(tokenizer), hidden_size=84, intermediate_size=160, num_hidden_layers=3, num_attention_heads=6,
-        num_key_value_heads=2, tie_word_embeddings=False,
+        vocab_size=len(tokenizer), hidden_size=96 if request.param == "strips" else 84, intermediate_size=160,
+        num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=2, tie_word_embeddings=False,
     )  # fmt: skip
     model: PreTrainedModel = Qwen2ForCausalLM(Qwen2Config(**sizes))
     if request.param == "all":

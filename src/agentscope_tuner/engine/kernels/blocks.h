@@ -152,22 +152,24 @@ struct Attention {
     }
 };
 
+// 1 / sqrt(mean(x^2) + eps). It is never inlined: what is summed in another order differs in the last bit, and a compiler
+// chooses the order by what is around.
+__attribute__((noinline)) float inverse_root(const float* x, int64_t d, float eps) {
+    float squares = 0;
+#pragma omp simd reduction(+ : squares)
+    for (int64_t j = 0; j < d; j++) squares += x[j] * x[j];
+    return 1 / std::sqrt(squares / d + eps);
+}
+
 // sum += change (where there is one), and out = sum * by * weight, with by = 1 / sqrt(mean(sum^2) + eps), which is
 // returned.
 template <class Change, class T, class Out>
 float add_norm(float* sum, const Change* change, const T* weight, Out* out, int64_t d, float eps) {
-    float squares = 0;
     if (change != nullptr) {
-#pragma omp simd reduction(+ : squares)
-        for (int64_t j = 0; j < d; j++) {
-            sum[j] += number(change[j]);
-            squares += sum[j] * sum[j];
-        }
-    } else {
-#pragma omp simd reduction(+ : squares)
-        for (int64_t j = 0; j < d; j++) squares += sum[j] * sum[j];
+#pragma omp simd
+        for (int64_t j = 0; j < d; j++) sum[j] += number(change[j]);
     }
-    const float by = 1 / std::sqrt(squares / d + eps);
+    const float by = inverse_root(sum, d, eps);
 #pragma omp simd
     for (int64_t j = 0; j < d; j++) put(out + j, sum[j] * by * number(weight[j]));
     return by;
