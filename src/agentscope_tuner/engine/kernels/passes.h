@@ -8,7 +8,7 @@
 #include <thread>
 #include <utility>
 
-#include "blocks.h"
+#include "strips.h"
 
 namespace {
 
@@ -151,9 +151,7 @@ class ByRows : public Pass<T> {
             layer.out(queries.data(), change.data(), n);
             for (int64_t i = 0; i < n; i++)
                 add_norm(&sums[i * width], &change[i * width], layer.norm_mid, &in[i * width], width, eps);
-            layer.gate_up(in.data(), joined.data(), n);
-            for (int64_t i = 0; i < n; i++) gate_joined(&joined[i * 2 * inner], &gated[i * inner], inner);
-            layer.down(gated.data(), change.data(), n);
+            change_by(layer, in.data(), joined.data(), gated.data(), change.data(), n);
             for (int64_t i = 0; i < n * width; i++) sums[i] += change[i];
         }
         deliver(first, n, sums.data(), in);
@@ -178,6 +176,15 @@ class ByRows : public Pass<T> {
         left = cuts.size();
         written.reset(new std::atomic<int64_t>[left]());
         cuts.push_back(batch.rows);
+    }
+
+    // What the layer's gates let through makes of normed rows.
+    virtual void change_by(const Layer<T>& layer, const float* in, float* joined, float* gated, float* change,
+                           int64_t n) {
+        const int64_t inner = layer.down.inputs;
+        layer.gate_up(in, joined, n);
+        for (int64_t i = 0; i < n; i++) gate_joined(joined + i * 2 * inner, gated + i * inner, inner);
+        layer.down(gated, change, n);
     }
 
     const int64_t threads;
@@ -305,6 +312,18 @@ class ByColumns : public ByRows<Bf16> {
                 each_row(which, batch.wanted_count, [&](int64_t k) { draw(&logits[k * model.head.outputs], k); });
                 break;
         }
+    }
+
+   protected:
+    // Where registers hold matrices, rows of such a model are too long for them to lie one after the other.
+    void change_by(const Layer<Bf16>& layer, const float* in, float* joined, float* gated, float* change,
+                   int64_t n) override {
+        const int64_t width = layer.gate_up.inputs;
+        if (!lie_in_strips(width, layer.down.inputs) || layer.gate_up.bias || layer.down.bias)
+            return ByRows::change_by(layer, in, joined, gated, change, n);
+        for (int64_t first = 0; first < n; first += PIECE_IN_MATRICES)
+            change_in_strips(in + first * width, layer.gate_up, layer.down, nullptr, change + first * width,
+                             std::min(PIECE_IN_MATRICES, n - first));
     }
 
    private:

@@ -28,11 +28,20 @@ void multiply_strip(const Linear<Bf16>& linear, const Bf16* x, int64_t strip, fl
                       false);
 }
 
-// From rows (any, columns) to strips of them.
-void to_strips(const Bf16* x, Bf16* strips, int64_t rows, int64_t columns) {
+// From rows (any, columns), which are rounded, to strips of them.
+template <class In>
+void to_strips(const In* x, Bf16* strips, int64_t rows, int64_t columns) {
     for (int64_t i = 0; i < rows; i++)
-        for (int64_t j = 0; j < columns; j += TILE)
-            std::memcpy(strips + j * filled(rows) + i * TILE, x + i * columns + j, TILE * sizeof(Bf16));
+        for (int64_t j = 0; j < columns; j += TILE) {
+            const In* const from = x + i * columns + j;
+            Bf16* const to = strips + j * filled(rows) + i * TILE;
+            if constexpr (std::is_same_v<In, Bf16>) {
+                std::memcpy(to, from, TILE * sizeof(Bf16));
+            } else {
+#pragma omp simd
+                for (int64_t k = 0; k < TILE; k++) put(to + k, from[k]);
+            }
+        }
 }
 
 // A product of a piece in strips, in rows (rows, outputs).
@@ -45,8 +54,10 @@ void multiply_strips(const Linear<Bf16>& linear, const Bf16* x, float* out, int6
     }
 }
 
-// What an MLP makes of normed rows (rows, width), a piece of them: change (rows, width). Gate and up are kept, in strips.
-void change_in_strips(const Bf16* normed, const Linear<Bf16>& to_inner, const Linear<Bf16>& from_inner, Bf16* joined,
+// What an MLP makes of normed rows (rows, width), at most a piece: change (rows, width). Gate and up are kept in strips,
+// where there is a place for them.
+template <class In>
+void change_in_strips(const In* normed, const Linear<Bf16>& to_inner, const Linear<Bf16>& from_inner, Bf16* joined,
                       float* change, int64_t rows) {
     thread_local std::vector<Bf16> in, gated;
     float gates[PIECE_IN_MATRICES * TILE], ups[PIECE_IN_MATRICES * TILE];
@@ -57,13 +68,15 @@ void change_in_strips(const Bf16* normed, const Linear<Bf16>& to_inner, const Li
     for (int64_t strip = 0; strip < strips; strip++) {
         multiply_strip(to_inner, in.data(), strip, gates, rows);
         multiply_strip(to_inner, in.data(), strips + strip, ups, rows);
-        Bf16 *const kept = joined + strip * size, *const kept_ups = kept + strips * size;
         Bf16* const let = &gated[strip * size];
+#pragma omp simd
+        for (int64_t j = 0; j < rows * TILE; j++) put(let + j, silu(gates[j]) * ups[j]);
+        if (joined == nullptr) continue;
+        Bf16 *const kept = joined + strip * size, *const kept_ups = kept + strips * size;
 #pragma omp simd
         for (int64_t j = 0; j < rows * TILE; j++) {
             put(kept + j, gates[j]);
             put(kept_ups + j, ups[j]);
-            put(let + j, silu(gates[j]) * ups[j]);
         }
     }
     multiply_strips(from_inner, gated.data(), change, rows);
@@ -96,7 +109,8 @@ void change_in_strips_backward(const Bf16* rounded, const Bf16* joined, const Li
 
 #else
 
-inline void change_in_strips(const Bf16*, const Linear<Bf16>&, const Linear<Bf16>&, Bf16*, float*, int64_t) {}
+template <class In>
+void change_in_strips(const In*, const Linear<Bf16>&, const Linear<Bf16>&, Bf16*, float*, int64_t) {}
 inline void change_in_strips_backward(const Bf16*, const Bf16*, const Linear<Bf16>&, const Linear<Bf16>&, Bf16*, Bf16*,
                                       float*, int64_t) {}
 
