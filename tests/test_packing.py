@@ -124,3 +124,13 @@ def test_no_tree_has_more_tokens_than_there_is_memory_for() -> None:
     for tree in trees:
         for member, where in zip(tree.members, tree.where, strict=True):
             assert [tree.ids[at] for at in where] == sequences[member]
+
+
+def test_what_most_sequences_share_lies_together() -> None:
+    """A history that grows, of which every call adds something that no later one sees."""
+    history = [*range(400)]
+    ends = range(100, 401, 50)
+    trees = pack([[*history[:end], *[1000 + end] * 30] for end in ends], max_tokens=2000)
+    assert len(trees) == 1
+    for member, where in zip(trees[0].members, trees[0].where, strict=True):
+        assert where[: ends[member]] == [*range(ends[member])]

@@ -154,29 +154,33 @@ def _build(sequences: Sequence[list[int]], batch: list[int], shared: list[int], 
                 first = i
         return nodes
 
-    stack: list[tuple[int, int, int, list[int]]] = [(0, len(leaves), 0, [])]
+    # For all nodes below one, and for those that nothing is above.
+    siblings: list[Family] = []
+    stack: list[tuple[int, int, list[int], Family]] = []
+
+    def descend(low: int, high: int, depth: int, path: list[int]) -> None:
+        siblings.append(Family([], path))
+        # The one with most leaves comes last, so it is taken first: it follows its parent at once, and what many tokens
+        # see lies in few stretches.
+        nodes = sorted(grow(low, high, depth), key=lambda node: (len(node[2]), node[1] - node[0]))
+        stack.extend((*node, siblings[-1]) for node in nodes)
+
+    descend(0, len(leaves), 0, [])
     while stack:
-        low, high, depth, path = stack.pop()
-        nodes = sorted(grow(low, high, depth), key=lambda node: node[1] - node[0])
-        family: list[tuple[int, int]] = []
-        for start, end, members in nodes:
-            sequence = sequences[batch[leaves[members[0]]]]
-            at = len(tree.ids)
-            tree.ids.extend(sequence[start:end])
-            tree.positions.extend(range(start, end))
-            # Attention pads a family to its longest node: keep lengths within a factor of two.
-            if family and end - start > 2 * (family[0][1] - family[0][0]):
-                tree.families.append(Family(family, path))
-                family = []
-            if end > start:
-                family.append((at, at + end - start))
-            below = [*path, *range(at, at + end - start)]
-            if len(members) > 1:
-                stack.append((members[0], members[-1] + 1, end, below))
-            else:
-                paths[leaves[members[0]]] = below
-        if family:
-            tree.families.append(Family(family, path))
+        start, end, members, family = stack.pop()
+        sequence = sequences[batch[leaves[members[0]]]]
+        at = len(tree.ids)
+        tree.ids.extend(sequence[start:end])
+        tree.positions.extend(range(start, end))
+        if end > start:
+            family.spans.append((at, at + end - start))
+        below = [*family.path, *range(at, at + end - start)]
+        if len(members) > 1:
+            descend(members[0], members[-1] + 1, end, below)
+        else:
+            paths[leaves[members[0]]] = below
+    for family in siblings:
+        tree.families += _of_similar_length(family)
 
     for i in range(len(batch) - 1, -1, -1):
         if extended[i]:
@@ -184,3 +188,15 @@ def _build(sequences: Sequence[list[int]], batch: list[int], shared: list[int], 
     tree.members = list(batch)
     tree.where = [paths[i][: len(sequences[batch[i]])] for i in range(len(batch))]
     return tree
+
+
+def _of_similar_length(siblings: Family) -> list[Family]:
+    """Attention pads a family to its longest node: lengths are kept within a factor of two."""
+    found: list[Family] = []
+    shortest = 0
+    for start, end in sorted(siblings.spans, key=lambda span: span[1] - span[0]):
+        if not found or end - start > 2 * shortest:
+            found.append(Family([], siblings.path))
+            shortest = end - start
+        found[-1].spans.append((start, end))
+    return found

@@ -72,7 +72,7 @@ class LearnerKernels:
             k: (N, K, d).
             v: like `k`.
             stretches: (S, 4) each one's first token and end, first span, and number of spans.
-            spans: (any, 2) first token and end. Stretches lie side by side, and a span begins where one of them does.
+            spans: (any, 2) first token and end. Stretches lie side by side.
 
         Returns:
             Outputs (N, H, d); and (2, N, H) what is subtracted from scores, and their exponentials multiplied by.

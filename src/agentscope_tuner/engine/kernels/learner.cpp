@@ -7,8 +7,8 @@
 
 namespace {
 
-// Tokens `first` up to `end` of a packed tree; they see some spans of it, the last of which they end themselves,
-// causally.
+// Tokens `first` up to `end` of a packed tree; they see some spans of it, none of which begins where another one ends. The
+// last one they end themselves, causally.
 struct Piece {
     int64_t first, end;
     std::vector<std::pair<int64_t, int64_t>> spans;
@@ -17,8 +17,7 @@ struct Piece {
     int64_t width() const { return seen + end - first; }
 };
 
-// Cuts (stretches, 4) rows of first, end, first span and number of spans, with spans (any, 2), to pieces. A span begins
-// where a stretch does.
+// Cuts (stretches, 4) rows of first, end, first span and number of spans, with spans (any, 2), to pieces.
 std::vector<Piece> cut(const int64_t* stretches, const int64_t* spans, int64_t count, int64_t group) {
     const int64_t most = std::max<int64_t>(1, BLOCK / group);
     std::vector<Piece> pieces;
@@ -29,7 +28,7 @@ std::vector<Piece> cut(const int64_t* stretches, const int64_t* spans, int64_t c
             piece.spans.emplace_back(spans[2 * s], spans[2 * s + 1]);
             piece.seen += spans[2 * s + 1] - spans[2 * s];
         }
-        piece.spans.emplace_back(row[0], row[0]);
+        if (piece.spans.empty() || piece.spans.back().second != row[0]) piece.spans.emplace_back(row[0], row[0]);
         for (int64_t first = row[0]; first < row[1]; first += most) {
             piece.seen += first - piece.first;
             piece.first = first;
@@ -50,19 +49,29 @@ void each_span(const Piece& piece, Visit visit) {
     }
 }
 
-// Keys or values (tokens, kv_heads, d) in tiles, those of every stretch in tiles of their own.
+// Keys or values (tokens, kv_heads, d) in tiles. One begins wherever some piece begins to see tokens, unless another one
+// sees those before as well.
 class Tiled {
    public:
-    Tiled(const int64_t* stretches, int64_t count, int64_t tokens, int64_t kv_heads, int64_t d)
-        : kv_heads(kv_heads), d(d), tile_at(tokens), end_at(tokens) {
-        for (int64_t i = 0; i < count; i++) {
-            const int64_t first = stretches[4 * i], end = stretches[4 * i + 1];
-            tile_at[first] = tiles.size();
-            end_at[first] = end;
-            for (int64_t token = first; token < end; token += TILE)
-                tiles.emplace_back(token, std::min(TILE, end - token));
+    Tiled(const std::vector<Piece>& pieces, int64_t tokens, int64_t kv_heads, int64_t d)
+        : kv_heads(kv_heads), d(d), tile_of(tokens) {
+        std::vector<int64_t> begun(tokens + 1), within(tokens + 1);  // spans that begin here; that go on here, more or less
+        for (const Piece& piece : pieces)
+            for (const auto& [first, end] : piece.spans) {
+                begun[first]++;
+                within[first + 1]++;
+                within[end]--;
+            }
+        int64_t going_on = 0;
+        for (int64_t token = 0; token < tokens; token++) {
+            going_on += within[token];
+            const bool full = tiles.empty() || tiles.back().second == TILE;
+            if (full || (begun[token] > 0 && going_on == 0)) tiles.emplace_back(token, 0);
+            tiles.back().second++;
+            tile_of[token] = tiles.size() - 1;
         }
-        numbers.reset(new float[tiles.size() * TILE * kv_heads * d]);
+        // What is read beyond the last of its rows is not used.
+        numbers.reset(new float[(tiles.size() * kv_heads * d + 1) * TILE]);
     }
 
     // By all threads, before any of them multiplies.
@@ -75,12 +84,12 @@ class Tiled {
                     at(row / d, i)[row % d * TILE + t] = x[(tiles[i].first + t) * stride + row];
     }
 
-    // out (m, n), rows of `width` numbers, becomes a (m, d) times n tokens of a head, from the first of a stretch on.
+    // out (m, n), rows of `width` numbers, becomes a (m, d) times n tokens of a head.
     void multiply(const float* a, int64_t head, int64_t first, float* out, int64_t m, int64_t n, int64_t width) const {
         for (int64_t done = 0, count; done < n; done += count) {
-            const int64_t token = first + done;
-            count = std::min(n - done, end_at[token] - token);
-            multiply_tiles(a, at(head, tile_at[token]), out + done, m, count, d, width);
+            const int64_t tile = tile_of[first + done], within = first + done - tiles[tile].first;
+            count = std::min(n - done, tiles[tile].second - within);
+            multiply_tiles(a, at(head, tile) + within, out + done, m, count, d, width);
         }
     }
 
@@ -88,7 +97,7 @@ class Tiled {
     float* at(int64_t head, int64_t tile) const { return &numbers[(head * tiles.size() + tile) * TILE * d]; }
 
     const int64_t kv_heads, d;
-    std::vector<int64_t> tile_at, end_at;  // of the first token of a stretch: its tile, and where the stretch ends
+    std::vector<int64_t> tile_of;                    // of each token
     std::vector<std::pair<int64_t, int64_t>> tiles;  // the first token of each, and how many
     std::unique_ptr<float[]> numbers;
 };
@@ -124,7 +133,7 @@ extern "C" void tree_attend(const float* q, const float* k, const float* v, floa
                             int64_t kv_heads, int64_t group, int64_t d) {
     const std::vector<Piece> pieces = cut(stretches, spans, count, group);
     const int64_t stride = kv_heads * d;
-    Tiled keys(stretches, count, tokens, kv_heads, d);
+    Tiled keys(pieces, tokens, kv_heads, d);
 #pragma omp parallel
     {
         keys.fill(k);
@@ -162,7 +171,7 @@ extern "C" void tree_attend_backward(const float* grad, const float* q, const fl
                                      int64_t tokens, int64_t kv_heads, int64_t group, int64_t d, int64_t parts) {
     const std::vector<Piece> pieces = cut(stretches, spans, count, group);
     const int64_t stride = kv_heads * d;
-    Tiled keys(stretches, count, tokens, kv_heads, d), values(stretches, count, tokens, kv_heads, d);
+    Tiled keys(pieces, tokens, kv_heads, d), values(pieces, tokens, kv_heads, d);
 #pragma omp parallel
     {
         keys.fill(k);
