@@ -49,12 +49,9 @@ void each_span(const Piece& piece, Visit visit) {
     }
 }
 
-// Keys or values (tokens, kv_heads, d) in tiles. One begins wherever some piece begins to see tokens, unless another one
-// sees those before as well.
-class Tiled {
-   public:
-    Tiled(const std::vector<Piece>& pieces, int64_t tokens, int64_t kv_heads, int64_t d)
-        : kv_heads(kv_heads), d(d), tile_of(tokens) {
+// Tokens in tiles. One begins wherever some piece begins to see tokens, unless another one sees those before as well.
+struct Tiling {
+    Tiling(const std::vector<Piece>& pieces, int64_t tokens) : tile_of(tokens) {
         std::vector<int64_t> begun(tokens + 1), within(tokens + 1);  // spans that begin here; that go on here, more or less
         for (const Piece& piece : pieces)
             for (const auto& [first, end] : piece.spans) {
@@ -70,9 +67,19 @@ class Tiled {
             tiles.back().second++;
             tile_of[token] = tiles.size() - 1;
         }
-        // What is read beyond the last of its rows is not used.
-        numbers.reset(new float[(tiles.size() * kv_heads * d + 1) * TILE]);
     }
+
+    std::vector<int64_t> tile_of;                    // of each token
+    std::vector<std::pair<int64_t, int64_t>> tiles;  // the first token of each, and how many
+};
+
+// Keys or values (tokens, kv_heads, d) in tiles.
+class Tiled {
+   public:
+    Tiled(const Tiling& tiling, int64_t kv_heads, int64_t d)
+        : kv_heads(kv_heads), d(d), tile_of(tiling.tile_of), tiles(tiling.tiles),
+          // What is read beyond the last of its rows is not used.
+          numbers(new float[(tiles.size() * kv_heads * d + 1) * TILE]) {}
 
     // By all threads, before any of them multiplies.
     void fill(const float* x) const {
@@ -97,9 +104,9 @@ class Tiled {
     float* at(int64_t head, int64_t tile) const { return &numbers[(head * tiles.size() + tile) * TILE * d]; }
 
     const int64_t kv_heads, d;
-    std::vector<int64_t> tile_of;                    // of each token
-    std::vector<std::pair<int64_t, int64_t>> tiles;  // the first token of each, and how many
-    std::unique_ptr<float[]> numbers;
+    const std::vector<int64_t>& tile_of;
+    const std::vector<std::pair<int64_t, int64_t>>& tiles;
+    const std::unique_ptr<float[]> numbers;
 };
 
 // Copies what belongs to a key-value head between x (tokens, kv_heads, size) and rows (tokens of the piece, size).
@@ -133,7 +140,8 @@ extern "C" void tree_attend(const float* q, const float* k, const float* v, floa
                             int64_t kv_heads, int64_t group, int64_t d) {
     const std::vector<Piece> pieces = cut(stretches, spans, count, group);
     const int64_t stride = kv_heads * d;
-    Tiled keys(pieces, tokens, kv_heads, d);
+    const Tiling tiling(pieces, tokens);
+    const Tiled keys(tiling, kv_heads, d);
 #pragma omp parallel
     {
         keys.fill(k);
@@ -171,7 +179,8 @@ extern "C" void tree_attend_backward(const float* grad, const float* q, const fl
                                      int64_t tokens, int64_t kv_heads, int64_t group, int64_t d, int64_t parts) {
     const std::vector<Piece> pieces = cut(stretches, spans, count, group);
     const int64_t stride = kv_heads * d;
-    Tiled keys(pieces, tokens, kv_heads, d), values(pieces, tokens, kv_heads, d);
+    const Tiling tiling(pieces, tokens);
+    const Tiled keys(tiling, kv_heads, d), values(tiling, kv_heads, d);
 #pragma omp parallel
     {
         keys.fill(k);

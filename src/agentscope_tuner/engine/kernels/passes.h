@@ -114,7 +114,7 @@ class ByRows : public Pass<T> {
     int64_t next() override { return std::exchange(left, 0); }
 
     void piece(int64_t which) override {
-        thread_local std::vector<float> sums, in, joined, queries, gated, change;
+        thread_local std::vector<float> sums, in, joined, queries, change;
         const Matrices matrices(std::is_same_v<T, Bf16> && way == IN_MATRICES);
         const Model<T>& model = this->model;
         const Batch& batch = this->batch;
@@ -132,9 +132,7 @@ class ByRows : public Pass<T> {
             const Layer<T>& layer = layers[index];
             const Attention<T> attention = this->attention_of(layer, index);
             const Heads<T> heads = this->heads_of(layer);
-            const int64_t inner = layer.down.inputs;
-            joined.resize(n * std::max(layer.qkv.outputs, 2 * inner));
-            gated.resize(n * inner);
+            joined.resize(n * layer.qkv.outputs);
             for (int64_t i = 0; i < n; i++)
                 add_norm<float>(&sums[i * width], nullptr, layer.norm_in, &in[i * width], width, eps);
             layer.qkv(in.data(), joined.data(), n);
@@ -151,7 +149,7 @@ class ByRows : public Pass<T> {
             layer.out(queries.data(), change.data(), n);
             for (int64_t i = 0; i < n; i++)
                 add_norm(&sums[i * width], &change[i * width], layer.norm_mid, &in[i * width], width, eps);
-            change_by(layer, in.data(), joined.data(), gated.data(), change.data(), n);
+            change_by(layer, in.data(), change.data(), n);
             for (int64_t i = 0; i < n * width; i++) sums[i] += change[i];
         }
         deliver(first, n, sums.data(), in);
@@ -179,12 +177,14 @@ class ByRows : public Pass<T> {
     }
 
     // What the layer's gates let through makes of normed rows.
-    virtual void change_by(const Layer<T>& layer, const float* in, float* joined, float* gated, float* change,
-                           int64_t n) {
+    virtual void change_by(const Layer<T>& layer, const float* in, float* change, int64_t n) {
+        thread_local std::vector<float> joined, gated;
         const int64_t inner = layer.down.inputs;
-        layer.gate_up(in, joined, n);
-        for (int64_t i = 0; i < n; i++) gate_joined(joined + i * 2 * inner, gated + i * inner, inner);
-        layer.down(gated, change, n);
+        joined.resize(n * 2 * inner);
+        gated.resize(n * inner);
+        layer.gate_up(in, joined.data(), n);
+        for (int64_t i = 0; i < n; i++) gate_joined(&joined[i * 2 * inner], &gated[i * inner], inner);
+        layer.down(gated.data(), change, n);
     }
 
     const int64_t threads;
@@ -316,11 +316,10 @@ class ByColumns : public ByRows<Bf16> {
 
    protected:
     // Where registers hold matrices, rows of such a model are too long for them to lie one after the other.
-    void change_by(const Layer<Bf16>& layer, const float* in, float* joined, float* gated, float* change,
-                   int64_t n) override {
+    void change_by(const Layer<Bf16>& layer, const float* in, float* change, int64_t n) override {
         const int64_t width = layer.gate_up.inputs;
         if (!lie_in_strips(width, layer.down.inputs) || layer.gate_up.bias || layer.down.bias)
-            return ByRows::change_by(layer, in, joined, gated, change, n);
+            return ByRows::change_by(layer, in, change, n);
         for (int64_t first = 0; first < n; first += PIECE_IN_MATRICES)
             change_in_strips(in + first * width, layer.gate_up, layer.down, nullptr, change + first * width,
                              std::min(PIECE_IN_MATRICES, n - first));
