@@ -10,8 +10,10 @@ from typing import Any, cast
 
 import pytest
 import torch
-from trinity.common.config import AlgorithmConfig
+from trinity.common.config import AlgorithmConfig, Config, TrainerConfig
 from trinity.common.experience import Experience
+from trinity.trainer.tinker.tinker_trainer import TinkerTrainerWrapper
+from trinity.trainer.tinker.utils import to_tinker_input
 from trinity.trainer.verl.losses import TrinityPolicyLoss
 from trinity.trainer.verl.utils import to_data_proto
 from verl.utils.tensordict_utils import index_select_tensor_dict
@@ -20,11 +22,13 @@ from agentscope_tuner.algorithms import build_datums, compute_advantages, weigh
 from agentscope_tuner.algorithms.losses import policy_loss
 from agentscope_tuner.backends.trinity.algorithm import (
     STEP_SIZE,
+    Grpo,
     SummedLoss,
     WeighedAdvantages,
     nothing_learned,
     padded,
     to_experiences,
+    without_reference,
 )
 from agentscope_tuner.backends.trinity.strands import strands_of
 from agentscope_tuner.types import Episode, EpisodeError, EpisodeGroup, ModelCall, Task, WorkflowTask
@@ -170,35 +174,63 @@ def test_a_branch_counts_what_it_shares_only_once() -> None:
     assert sum(map(sum, (strand.sampled for strand in strands))) == sum(len(c.completion_ids) for c in episode.calls)
 
 
+def settings_of_the_loss() -> AlgorithmConfig:
+    return AlgorithmConfig(
+        algorithm_type=f"{Grpo.__module__}.{Grpo.__name__}",
+        loss_agg_mode="token-mean",  # by Trinity's checker
+        policy_loss_fn=f"{SummedLoss.__module__}.{SummedLoss.__name__}",
+        policy_loss_fn_args={"clip_low": 0.2, "clip_high": 0.3, "sequence_parallel": 1},
+        kl_loss_fn="none",
+        kl_loss_fn_args={},
+        kl_penalty_fn="none",
+        kl_penalty_fn_args={},
+        entropy_loss_fn="none",
+        entropy_loss_fn_args={"entropy_coef": 0.0},
+    )
+
+
+def summed_loss(experiences: list[Experience], said: list[torch.Tensor]) -> torch.Tensor:
+    """Of what the model says of every token of every sequence: at each place, of the token that follows."""
+    total = torch.zeros(())
+    for experience, logprobs in zip(experiences, said, strict=True):
+        new = logprobs[experience.prompt_length - 1 : -1]
+        losses, _ = policy_loss(new, experience.logprobs, experience.advantages, 0.2, 0.3)
+        total = total + losses[experience.action_mask.bool()].sum()
+    return total
+
+
 @pytest.mark.parametrize("cuts", [[], [1, 4], [2, 3, 20]])
 def test_verls_loss_is_the_sum_over_all_tokens_however_a_step_is_cut(cuts: list[int]) -> None:
     experiences = padded(experiences_of(a_batch()), 40)
     batch = to_data_proto(experiences, 0, cast(Any, object()), logging.getLogger())
     batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
     data = batch.to_tensordict()
-    settings = AlgorithmConfig(
-        policy_loss_fn=f"{SummedLoss.__module__}.{SummedLoss.__name__}",
-        policy_loss_fn_args={"clip_low": 0.2, "clip_high": 0.3, "sequence_parallel": 1},
-        kl_loss_fn="none",
-        kl_loss_fn_args={},
-        entropy_loss_fn="none",
-        entropy_loss_fn_args={"entropy_coef": 0.0},
-    )
-    compute = TrinityPolicyLoss(settings)
+    compute = TrinityPolicyLoss(settings_of_the_loss())
     torch.manual_seed(0)
-    # What the model would say of every token of every sequence: at each place, of the token that follows.
     said = [-torch.rand(len(experience.tokens)) for experience in experiences]
     found = torch.zeros(())
     for start, end in pairwise([0, *cuts, len(experiences)]):
         part = index_select_tensor_dict(data, torch.arange(start, end))
         found = found + compute({"log_probs": torch.cat(said[start:end])}, part)[0]
-    expected = torch.zeros(())
-    for experience, logprobs in zip(experiences, said, strict=True):
-        new = logprobs[experience.prompt_length - 1 : -1]
-        losses, _ = policy_loss(new, experience.logprobs, experience.advantages, 0.2, 0.3)
-        expected = expected + losses[experience.action_mask.bool()].sum()
+    expected = summed_loss(experiences, said)
     assert found.item() == pytest.approx(expected.item(), rel=1e-5)
     assert expected.abs() > 0.01
+
+
+def test_the_tinker_trainers_loss_is_that_sum_and_needs_no_reference() -> None:
+    experiences = experiences_of(a_batch())
+    without_reference(experiences)
+    trainer = object.__new__(TinkerTrainerWrapper)
+    algorithm, training = settings_of_the_loss(), TrainerConfig(fix_actor_microbatch_loss_scale=True)
+    trainer.config = Config(algorithm=algorithm, trainer=training)
+    trainer.logger = logging.getLogger()
+    trainer._init_algorithm()
+    assert not trainer.algorithm.use_reference, "it would ask for log-probabilities of every sequence"
+    batch, _, trainer.model_inputs_list = to_tinker_input(experiences, trainer.logger)
+    torch.manual_seed(0)
+    said = [-torch.rand(len(experience.tokens)) for experience in experiences]
+    found, _ = trainer._loss_func(batch, [logprobs[:-1] for logprobs in said])
+    assert found.item() == pytest.approx(summed_loss(experiences, said).item(), rel=1e-5)
 
 
 def test_a_step_that_is_too_large_is_told() -> None:

@@ -389,12 +389,13 @@ def check_rows(rows: Sequence[Row], loaded: LoadedModel) -> None:
     Raises:
         UserError: a row is empty, too long, or holds a token that does not exist.
     """
+    vocabulary = loaded.vocabulary
     for number, row in enumerate(rows):
         if not 1 <= len(row.ids) <= loaded.max_model_len:
             raise UserError(f"row {number} has {len(row.ids)} tokens; there must be 1 to {loaded.max_model_len}")
-        unknown = [token for token in (*row.ids, *row.targets) if not 0 <= token < loaded.vocabulary]
+        unknown = [token for token in (*row.ids, *row.targets) if not 0 <= token < vocabulary]
         if unknown:
-            raise UserError(f"row {number} holds token {unknown[0]}, and the vocabulary has {loaded.vocabulary}")
+            raise UserError(f"row {number} holds token {unknown[0]}, and the vocabulary has {vocabulary}")
 
 
 def _about_prompt(

@@ -22,7 +22,7 @@ from trinity.algorithm.sample_strategy.sample_strategy import DefaultSampleStrat
 from trinity.algorithm.sample_strategy.utils import representative_sample
 from trinity.buffer.operators import ExperienceOperator
 from trinity.common.config import BufferConfig
-from trinity.common.experience import EID, Experience
+from trinity.common.experience import EID, CustomField, Experience
 
 from agentscope_tuner.algorithms import Credit
 from agentscope_tuner.algorithms.advantages import Weighting, token_weights
@@ -32,6 +32,8 @@ from agentscope_tuner.backends.trinity.strands import strands_of
 _POLL_S = 0.1
 TAUGHT, STEP_SIZE = "taught_tokens", "experiences_in_step"
 """Names in an experience's `info`."""
+_REFERENCE = "ref_logprob"
+"""A name in what the Tinker trainer makes of an experience."""
 
 
 def to_experiences(credits: Sequence[Credit], task: str) -> list[Experience]:
@@ -91,6 +93,16 @@ def padded(exps: list[Experience], size: int) -> list[Experience]:
     filler = nothing_learned("padding", int(exps[0].tokens[0]))
     filler.returns = filler.advantages
     return [*exps, *[filler] * (size - len(exps))]
+
+
+def without_reference(exps: list[Experience]) -> None:
+    """Give zeros where Trinity's Tinker trainer looks for the log-probabilities of a reference, which no loss reads.
+
+    It would ask the service for them otherwise: a pass over every sequence of every step.
+    """
+    for exp in exps:
+        exp.info[_REFERENCE] = 0.0
+        exp.custom_fields = [CustomField(_REFERENCE, _REFERENCE, torch.float32)]
 
 
 class WeighedAdvantages(AdvantageFn, ExperienceOperator):  # type: ignore[misc]  # published without types
@@ -205,6 +217,8 @@ class WholeSteps(DefaultSampleStrategy):  # type: ignore[misc]  # published with
             exps += await self.exp_buffer.read(batch_size=rest)
         if self._size:
             exps = padded(exps, self._size)
+        else:
+            without_reference(exps)
         metrics: dict[str, float] = {}
         self.set_model_version_metric(exps, metrics)
         return exps, metrics, representative_sample(exps)

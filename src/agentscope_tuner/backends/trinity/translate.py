@@ -207,8 +207,7 @@ def translate(
         checkpoint_root_dir=str(checkpoints),
         continue_from_checkpoint=True,
         algorithm=AlgorithmConfig(
-            # Trinity's Tinker trainer hands the reference's log-probabilities on even where nothing reads them.
-            algorithm_type="multi_step_grpo" if tinker else _ALGORITHM,
+            algorithm_type=_ALGORITHM,
             repeat_times=algorithm.group_size,
             optimizer=OptimizerConfig(
                 lr=algorithm.learning_rate,
