@@ -10,10 +10,10 @@ export NO_MKDOCS_2_WARNING := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test test-core test-trinity check guard docs bench tiny-agent clean
+.PHONY: help install install-trinity demo test test-core test-trinity check guard docs bench tiny-agent clean
 
 help: ## Show this list.
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: $(STAMP) ## Create .venv and install the package into it, with all that development needs.
 
@@ -24,7 +24,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,docs]'
 	@touch $@
 
-# Trinity-RFT needs older versions of what the rest is tested with.
+install-trinity: $(TRINITY)/.installed ## Create .venv-trinity, with the older versions that Trinity-RFT needs.
+
 $(TRINITY)/.installed: pyproject.toml constraints-trinity.txt
 	@echo "Installing Trinity-RFT into $(TRINITY); the first time this takes a few minutes."
 	@$(PYTHON) -m venv $(TRINITY)
@@ -39,7 +40,7 @@ test: test-core test-trinity ## Run all tests.
 test-core: install ## Run all tests but those of Trinity-RFT, and measure what they cover.
 	$(BIN)/pytest --cov --cov-report=term
 
-test-trinity: $(TRINITY)/.installed ## Run the tests of Trinity-RFT, in an environment of their own.
+test-trinity: install-trinity ## Run the tests of Trinity-RFT, in an environment of their own.
 	$(TRINITY)/bin/pytest -c tests/trinity/pytest.ini tests/trinity
 
 check: install ## The gate, with `make test`: formatting, lint, types and documentation.
