@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Sequence
 from enum import StrEnum
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -770,6 +771,46 @@ def test_earlier_turns_are_not_tokenized_again(chatml: str) -> None:
     tokenized.clear()
     renderer.encode(renderer.text([*history, user("the dog said so")], None))
     assert tokenized == ["user\nthe dog said so"]
+
+
+@given(st.lists(st.integers(0, 329), min_size=1, max_size=40))
+@settings(deadline=None)
+def test_tokens_that_come_one_by_one_are_the_text_they_are_together(chatml: str, ids: list[int]) -> None:
+    renderer = ChatRenderer(merging_tokenizer(chatml))
+    text_after = renderer.decoding()
+    texts = [text_after(token) for token in ids]
+    assert all(after.startswith(before) for before, after in pairwise(texts))
+    whole = renderer.decode(ids)
+    # At most half a character is not told.
+    assert whole.startswith(texts[-1])
+    assert not whole.removeprefix(texts[-1]).strip("\ufffd")
+
+
+def test_a_text_that_grows_is_not_decoded_from_its_beginning(chatml: str) -> None:
+    class Watched(ChatRenderer):
+        def decode(self, ids: Sequence[int]) -> str:
+            raise AssertionError("the time for a long text would be that of its square")
+
+    renderer = Watched(merging_tokenizer(chatml))
+    text_after = renderer.decoding()
+    text = "the cat sat on the mat \N{GRINNING FACE} \u6f22\u5b57 " * 9
+    assert [text_after(token) for token in renderer.encode(text)][-1] == text
+
+
+def test_bytes_that_are_no_character_change_the_text_before(chatml: str) -> None:
+    vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"\u2581": 256, "a": 257}
+    tokenizer = Tokenizer(tokenizer_models.BPE(vocabulary, [], byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    fast.chat_template = chatml
+    renderer = ChatRenderer(fast)
+    text_after = renderer.decoding()
+    ids = [256, 257, 0xC3, 0xA9, 0xC3, 257, 256, 0xC3, 0xA9, 257]
+    texts = [text_after(token) for token in ids]
+    assert texts[1:4] == ["a", "a", "aé"]
+    assert texts[-1] == renderer.decode(ids) == "a\ufffd\ufffd\ufffda éa"
 
 
 class Kind(StrEnum):

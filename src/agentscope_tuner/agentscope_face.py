@@ -15,7 +15,7 @@ from agentscope.model import ChatModelBase, ChatResponse
 from agentscope.model._model_usage import ChatUsage  # exported nowhere else in 1.0
 from pydantic import BaseModel, ValidationError
 
-from agentscope_tuner.chat import TOOL_CALL_OPEN, Reply, parse_reply, settled_text
+from agentscope_tuner.chat import TOOL_CALL_OPEN, Reply, parse_reply
 from agentscope_tuner.recorder import Completion, Recorder
 
 
@@ -141,14 +141,12 @@ class RoleModel(ChatModelBase):
         tokens: asyncio.Queue[int | None] = asyncio.Queue()
         call = asyncio.ensure_future(self._complete(messages, tools, tool_choice, options, tokens.put_nowait))
         call.add_done_callback(lambda _: tokens.put_nowait(None))
-        drawn: list[int] = []
-        marks = (TOOL_CALL_OPEN, *self._recorder.stop_strings(options))
+        # Half a tool call cannot be shown; the text before it can.
+        read = self._recorder.reading((TOOL_CALL_OPEN, *self._recorder.stop_strings(options)))
         shown = ""
         try:
             while (token := await tokens.get()) is not None:
-                drawn.append(token)
-                # Half a tool call cannot be shown; the text before it can.
-                reply = self._recorder.reply_of(settled_text(self._recorder.text_of(drawn), marks), tools=False)
+                reply = read(token)
                 if reply.text != shown and not reply.text.endswith("�"):
                     shown = reply.text
                     yield ChatResponse(content=_blocks(reply))

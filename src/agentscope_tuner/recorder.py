@@ -13,7 +13,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from agentscope_tuner.chat import ChatRenderer, Conversation, Prompt, Reply, parse_reply
+from agentscope_tuner.chat import ChatRenderer, Conversation, Prompt, Reply, parse_reply, settled_text
 from agentscope_tuner.config import TunerModelConfig
 from agentscope_tuner.errors import ConfigError, EpisodeTimeoutError, ReplayError, RewardError, RoleError
 from agentscope_tuner.policy import Policy, Sample, SamplingParams
@@ -371,6 +371,22 @@ class Recorder:
         """What the text of a completion says; with `tools=False` tool calls stay text. See `parse_reply`."""
         thinks = self.model.renderer.opens_thinking
         return parse_reply(text, tools=tools, thinks=thinks, place=place, speaker=self._speaker)
+
+    def reading(self, marks: Sequence[str]) -> Callable[[int], Reply]:
+        """What a completion says while it is drawn: takes the next token, and gives what will stay.
+
+        That is nothing from one of the marks on, nor what may be the beginning of one; tool calls are text.
+        """
+        text_after = self.model.renderer.decoding()
+        text = ""
+
+        def read(token: int) -> Reply:
+            nonlocal text
+            if token not in self.model.end_of_turn_ids:
+                text = text_after(token)
+            return self.reply_of(settled_text(text, marks), tools=False)
+
+        return read
 
     def stop_strings(self, options: Mapping[str, Any]) -> tuple[str, ...]:
         """What ends the text of a call with these options."""

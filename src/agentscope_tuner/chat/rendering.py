@@ -12,18 +12,20 @@ import itertools
 import json
 import marshal
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
+from tokenizers.decoders import DecodeStream
 
 from agentscope_tuner.chat.parsing import THINK_OPEN, Reply
 from agentscope_tuner.errors import ConfigError, ModelError, UnsupportedContentError
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
 Message = dict[str, Any]
@@ -153,8 +155,34 @@ class ChatRenderer:
             return str(self._backend.decode(list(ids), skip_special_tokens=False))
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
+    def decoding(self) -> Callable[[int], str]:
+        """`decode`, of tokens that come one by one: takes the next one, and gives the text of all so far.
+
+        What is half a character is told with its other half.
+        """
+        return _Decoding(self, self._backend)
+
     def _decode_one(self, token: int) -> str:
         return self.decode([token])
+
+
+class _Decoding:
+    def __init__(self, renderer: ChatRenderer, backend: Tokenizer | None) -> None:
+        self._renderer = renderer
+        self._backend = backend
+        self._stream = DecodeStream(skip_special_tokens=False)
+        self._ids: list[int] = []
+        self._text = ""
+
+    def __call__(self, token: int) -> str:
+        self._ids.append(token)
+        if self._backend is not None:
+            try:
+                self._text += self._stream.step(self._backend, token) or ""
+                return self._text
+            except Exception:  # by its own type; where bytes are no character, some decoders change the text before
+                self._backend = None
+        return self._renderer.decode(self._ids)
 
 
 def _overlap(mark: str, other: str) -> bool:

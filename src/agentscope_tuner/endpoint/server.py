@@ -27,7 +27,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from agentscope_tuner.chat import TOOL_CALL_OPEN, Reply, settled_text
+from agentscope_tuner.chat import TOOL_CALL_OPEN, Reply
 from agentscope_tuner.endpoint.protocol import Answer, ChatRequest, Refusal, parse_chat_request, refusal_of
 from agentscope_tuner.errors import ConfigError, EpisodeTimeoutError
 from agentscope_tuner.recorder import Completion, Recorder
@@ -294,18 +294,15 @@ class _GrowingText:
     """The text of one choice, in pieces that are never taken back."""
 
     def __init__(self, recorder: Recorder, chat: ChatRequest) -> None:
-        self._recorder = recorder
-        self._marks = recorder.stop_strings(chat.options)
+        marks = recorder.stop_strings(chat.options)
         if chat.tools and chat.tool_choice != "none":
-            self._marks = (TOOL_CALL_OPEN, *self._marks)
-        self._drawn: list[int] = []
+            marks = (TOOL_CALL_OPEN, *marks)
+        self._read = recorder.reading(marks)
         self._sent = ""
 
     def grow(self, token: int) -> str:
         """What can be sent now that a token was drawn: half a tool call or stop string cannot."""
-        self._drawn.append(token)
-        text = settled_text(self._recorder.text_of(self._drawn), self._marks)
-        settled = self._recorder.reply_of(text, tools=False).text
+        settled = self._read(token).text
         if settled.endswith("�") or not settled.startswith(self._sent):
             return ""
         piece = settled[len(self._sent) :]
