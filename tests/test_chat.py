@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Sequence
 from enum import StrEnum
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -811,6 +812,37 @@ def test_bytes_that_are_no_character_change_the_text_before(chatml: str) -> None
     texts = [text_after(token) for token in ids]
     assert texts[1:4] == ["a", "a", "aé"]
     assert texts[-1] == renderer.decode(ids) == "a\ufffd\ufffd\ufffda éa"
+
+
+def test_where_the_template_rewrites_history_a_turn_is_not_tried_with_every_earlier_one(chatml: str) -> None:
+    written: list[str] = []
+    tokenized: list[str] = []
+
+    class Watched(ChatRenderer):
+        def _apply_template(self, messages: bytes, tools: bytes) -> str:
+            written.append(super()._apply_template(messages, tools))
+            return written[-1]
+
+        def _tokenize(self, text: str) -> tuple[int, ...]:
+            tokenized.append(text)
+            return super()._tokenize(text)
+
+    # As templates do that open and close a block of thinking where none is wanted.
+    changed = chatml.replace("<|im_start|>assistant\\n' }}", "<|im_start|>assistant\\nno thinking, ' }}")
+    assert changed != chatml
+    renderer = Watched(merging_tokenizer(changed))
+    renderer._encode = lru_cache(maxsize=1)(renderer._tokenize)  # other episodes have filled what is kept for all
+    episode = Episode(renderer)
+    tokenized.clear()
+    messages = [system()]
+    turns = 12
+    for turn in range(turns):
+        messages += [user(f"the cat said {turn}")]
+        messages += [episode.say(messages, f"sat {turn}")]
+    assert all(prompt.extends is None for prompt in episode.prompts)
+    assert len(written) == 2 * turns - 1, "each with the reply before as it was recorded, and then as it is sent back"
+    pieces = [text for text in tokenized if len(text) > 1]  # letters are the episode's spelling
+    assert len(pieces) == len(set(pieces)), "of each turn, what is new"
 
 
 class Kind(StrEnum):

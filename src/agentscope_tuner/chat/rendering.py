@@ -101,16 +101,21 @@ class ChatRenderer:
         """Whether prompts end inside a thinking block, so that a completion holds only its end."""
         return self.text([{"role": "user", "content": "Hello."}], None).rstrip().endswith(THINK_OPEN)
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a piece of prompt; the template has already written every special token."""
+    def encode(self, text: str, known: dict[str, tuple[int, ...]] | None = None) -> list[int]:
+        """Token ids of a piece of prompt; the template has already written every special token.
+
+        Pieces of it are looked up in what is `known`, and kept there.
+        """
         if self._marks is None:
             return list(self._encode(text))
+        known = {} if known is None else known
         # Between two special tokens there is a message, or a part of one, that was probably seen before: a system
         # prompt, tools, an earlier turn.
         ids: list[int] = []
-        for piece in self._marks.split(text):
-            if piece:
-                ids += self._encode(piece)
+        for piece in filter(None, self._marks.split(text)):
+            if piece not in known:
+                known[piece] = self._encode(piece)
+            ids += known[piece]
         return ids
 
     def _independent_marks(self) -> re.Pattern[str] | None:
@@ -229,6 +234,10 @@ class Conversation:
         # A trie over messages: (parent node, message key) -> node. Tools are the first step from the root.
         self._nodes: dict[tuple[int, _Key], int] = {}
         self._call_at: dict[int, int] = {}
+        self._pieces: dict[str, tuple[int, ...]] = {}
+        """See `ChatRenderer.encode`: all episodes together have more than are remembered for all."""
+        self._rewritten: set[tuple[int, int]] = set()
+        """Calls, and what came next, where the template wrote another beginning: it does so again."""
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> Prompt:
         """Token ids for `messages`, recorded ids first wherever they apply.
@@ -240,18 +249,18 @@ class Conversation:
         schema = [dict(tool) for tool in tools] if tools else None
         frozen_tools = _freeze(schema)
         node = self._step(0, (frozen_tools,))
-        recorded: list[tuple[int, int]] = []  # (index of the reply among the messages, call)
-        for i, message in enumerate(plain):
-            node = self._step(node, _key(message))
-            if node in self._call_at:
-                recorded.append((i, self._call_at[node]))
-        for position, call in reversed(recorded):
+        nodes = [node := self._step(node, _key(message)) for message in plain]
+        for position, (at, following) in reversed([*enumerate(itertools.pairwise([*nodes, node]))]):
+            call = self._call_at.get(at)
+            if call is None or (call, following) in self._rewritten:
+                continue
             extended = self._extend(call, position, plain, frozen_tools)
             if extended is not None:
                 ids, replies, text = extended
                 return Prompt(ids, plain, schema, node, call, replies, text)
+            self._rewritten.add((call, following))
         text = self._renderer.text_of(_freeze(plain), frozen_tools)
-        return Prompt(self._renderer.encode(text), plain, schema, node, None, (), text)
+        return Prompt(self._renderer.encode(text, self._pieces), plain, schema, node, None, (), text)
 
     def add(self, prompt: Prompt, completion_ids: list[int], reply: Reply) -> int:
         """Record a reply; returns the index of the call."""
@@ -294,7 +303,7 @@ class Conversation:
             space, found, after = after.partition(end)
             if not found or space.strip():
                 return None
-        return recorded.prompt.ids + recorded.completion_ids + self._renderer.encode(after), replies, text
+        return recorded.prompt.ids + recorded.completion_ids + self._renderer.encode(after, self._pieces), replies, text
 
 
 def plain_message(message: Mapping[str, Any]) -> Message:
