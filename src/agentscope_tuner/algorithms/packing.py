@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
+import numpy as np
+
 MIN_SHARED = 24
 """Shorter shared stretches are not worth a node of their own: they cost more in overhead than they save."""
 _TREE = 100
@@ -97,23 +99,24 @@ def _cuts(lengths: list[int], saved: list[int], max_tokens: int, bound: int | No
     ends = [0, *accumulate(length - known for length, known in zip(lengths, saved, strict=True))]
     if ends[-1] <= max_tokens:
         return [0, len(lengths)] if lengths else [0]
-    widest = 2 * max_tokens + max(saved)
-    costs, cuts = [0.0], [0]
+    widest = max_tokens + max(saved) + min(max(saved), max_tokens)
+    if bound is not None:
+        widest = min(widest, bound)
+    # What a tree has that ends at `end` is `ends[end] - before[first]`: the more, the sooner it begins.
+    before = np.array(ends[:-1]) - saved
+    known = np.array(saved)
+    costs, cuts, low = np.zeros(len(ends)), [0], 0
     for end in range(1, len(ends)):
-        best, cut, longest = math.inf, end - 1, 0
-        for first in range(end - 1, -1, -1):
-            size = ends[end] - ends[first] + saved[first]
-            if first < end - 1:
-                if size > widest or (bound is not None and size > bound):
-                    break
-                longest = max(longest, saved[first + 1])
-                if size > max_tokens + longest + min(longest, max_tokens):
-                    continue
-            cost = costs[first] + size + _TREE + _EXCESS * max(0, size - max_tokens)
-            if cost < best:
-                best, cut = cost, first
-        costs.append(best)
-        cuts.append(cut)
+        while low < end - 1 and ends[end] - before[low] > widest:
+            low += 1
+        # From trees of one sequence, which may be of any size, to those of many.
+        sizes = ends[end] - before[low:end][::-1]
+        cost = costs[low:end][::-1] + sizes + _TREE + _EXCESS * np.maximum(0, sizes - max_tokens)
+        longest = np.maximum.accumulate(known[low + 1 : end][::-1])
+        cost[1:][sizes[1:] > max_tokens + longest + np.minimum(longest, max_tokens)] = math.inf
+        best = int(cost.argmin())
+        costs[end] = cost[best]
+        cuts.append(end - 1 - best)
     found = [len(lengths)]
     while found[-1] > 0:
         found.append(cuts[found[-1]])
