@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -158,7 +158,7 @@ class Completions:
         self,
         slots: int,
         end_ids: Collection[int],
-        said_stop: Callable[[Sequence[str], np.ndarray], bool],
+        said_stop: Callable[[tuple[str, ...], np.ndarray], bool],
         drafts: Drafts | None,
     ) -> None:
         """Have a row for each of so many slots.

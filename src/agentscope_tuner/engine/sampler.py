@@ -14,11 +14,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple
-
-import numpy as np
 
 from agentscope_tuner.algorithms.packing import common_prefix
 from agentscope_tuner.config import EngineConfig
@@ -28,6 +26,7 @@ from agentscope_tuner.engine.drafts import Drafts
 from agentscope_tuner.engine.model_runner import STEPS, ModelRunner
 from agentscope_tuner.engine.models import LoadedModel
 from agentscope_tuner.engine.slots import Head, Slot, Slots
+from agentscope_tuner.engine.stopping import StopStrings
 from agentscope_tuner.policy import Sample, SamplingParams, room_for_tokens
 
 _TRUNK_TOKENS = 64
@@ -73,6 +72,7 @@ class Sampler:
             ConfigError: not even one sequence of `max_model_len` tokens fits into `engine.kv_cache_gb`.
         """
         self._loaded = loaded
+        self._said_stop = StopStrings(loaded.tokenizer).reached
         self._runner = ModelRunner(loaded, engine)
         self._draft_tokens = engine.draft_tokens
         self._drafts = Drafts(self._runner.cache.kernels) if self._runner.cache.kernels is not None else None
@@ -495,10 +495,3 @@ class Sampler:
                 # Its episode can go on; it is waited for before the next batch.
                 if request.episode_id in self._opened:
                     self._leave(request.episode_id)
-
-    def _said_stop(self, stops: Sequence[str], token_ids: np.ndarray) -> bool:
-        """Whether the last token completed one of the strings at which to stop."""
-        # A token is at least a byte; some decoders treat the first one's space in their own way.
-        tail = token_ids[-max(len(stop.encode()) for stop in stops) - 4 :].tolist()
-        text = self._loaded.tokenizer.decode(tail, skip_special_tokens=False)
-        return any(stop in text for stop in stops)
