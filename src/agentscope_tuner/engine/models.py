@@ -99,14 +99,14 @@ class LoadedModel:
     @contextmanager
     def speaking_as(self, adapter: str) -> Iterator[None]:
         """Inside, the modules compute with one adapter or version; with the bare weights if the name is empty."""
-        if not self.adapters:
-            yield
-            return
-        with self.learning_kept():
-            for layer in _lora_layers(self.model):
-                if adapter:
-                    layer.set_adapter(adapter)
-                layer.enable_adapters(bool(adapter))
+        layers = _lora_layers(self.model) if self.adapters else []
+        # peft takes milliseconds to exchange them, and trees, which come by their adapters, are many.
+        if not all(_speaks_as(layer, adapter) for layer in layers):
+            with self.learning_kept():
+                for layer in layers:
+                    if adapter:
+                        layer.set_adapter(adapter)
+                    layer.enable_adapters(bool(adapter))
         yield
 
     @contextmanager
@@ -327,6 +327,12 @@ def _load_adapter(loaded: LoadedModel, adapter: str, folder: Path) -> None:
 
 def _lora_layers(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if hasattr(module, "lora_A")]
+
+
+def _speaks_as(layer: Any, adapter: str) -> bool:
+    if layer.disable_adapters:
+        return not adapter
+    return bool(layer.active_adapters == [adapter])
 
 
 def low_rank_update(linear: Any, adapter: str) -> tuple[Tensor, Tensor] | None:
