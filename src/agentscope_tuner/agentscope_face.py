@@ -76,7 +76,7 @@ class RoleModel(ChatModelBase):
             return self._streamed(messages, tools, tool_choice, structured_model, options)
         begun = time.perf_counter()
         completion = await self._complete(messages, tools, tool_choice, options)
-        return _response(completion, structured_model, time.perf_counter() - begun)
+        return _response(completion, structured_model, time.perf_counter() - begun, _named())
 
     async def _complete(
         self,
@@ -143,14 +143,14 @@ class RoleModel(ChatModelBase):
         call.add_done_callback(lambda _: tokens.put_nowait(None))
         # Half a tool call cannot be shown; the text before it can.
         read = self._recorder.reading((TOOL_CALL_OPEN, *self._recorder.stop_strings(options)))
-        shown = ""
+        shown, named = "", _named()
         try:
             while (token := await tokens.get()) is not None:
                 reply = read(token)
                 if reply.text != shown and not reply.text.endswith("�"):
                     shown = reply.text
-                    yield ChatResponse(content=_blocks(reply))
-            yield _response(await call, structured_model, time.perf_counter() - begun)
+                    yield ChatResponse(content=_blocks(reply), **named)
+            yield _response(await call, structured_model, time.perf_counter() - begun, named)
         finally:
             call.cancel()
 
@@ -184,17 +184,25 @@ def _blocks(reply: Reply) -> list[TextBlock | ThinkingBlock | ToolUseBlock]:
     return blocks
 
 
-def _response(completion: Completion, structured_model: type[BaseModel] | None, seconds: float) -> ChatResponse:
-    # As AgentScope writes them, which asks for the time twice, and takes as long as all else here.
+def _named() -> dict[str, Any]:
+    """Of an answer, its `id` and `created_at`.
+
+    As AgentScope writes them, which asks for the time twice, and takes as long as all else here.
+    """
     now = datetime.now().isoformat(" ", "milliseconds")
+    return {"id": f"{now}_{secrets.token_hex(3)}", "created_at": now}
+
+
+def _response(
+    completion: Completion, structured_model: type[BaseModel] | None, seconds: float, named: dict[str, Any]
+) -> ChatResponse:
     return ChatResponse(
         content=_blocks(completion.reply),
-        id=f"{now}_{secrets.token_hex(3)}",
-        created_at=now,
         usage=ChatUsage(
             input_tokens=completion.prompt_tokens, output_tokens=completion.completion_tokens, time=seconds
         ),
         metadata=None if structured_model is None else _structured(completion.reply, structured_model),
+        **named,
     )
 
 

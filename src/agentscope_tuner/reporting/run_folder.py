@@ -24,6 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
+import numpy as np
 from omegaconf import OmegaConf
 from pydantic_core import to_json
 
@@ -265,7 +266,7 @@ def _call_row(call: ModelCall, earlier: list[ModelCall]) -> dict[str, Any]:
         "top_k": call.top_k,
         "extends": call.extends,
         "completion_ids": call.completion_ids,
-        "logprobs": [round(logprob, 6) for logprob in call.logprobs],
+        "logprobs": np.round(call.logprobs, 6).tolist(),
     }
     base = earlier[call.extends] if call.extends is not None and 0 <= call.extends < len(earlier) else None
     if base is None:
