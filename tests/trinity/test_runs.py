@@ -93,6 +93,12 @@ def test_a_function_with_a_reward_and_resuming(tasks: Path) -> None:
         assert json.loads(meta.read_text())["latest_iteration"] == 4
     played = [read_episodes(tasks.parent / "run" / "episodes" / f"train_{step:06d}.jsonl") for step in (1, 2, 3, 4)]
     assert [len(episodes) for episodes in played] == [8, 8, 8, 8]
+    for metrics, episodes in zip(again.history[1:], played, strict=True):
+        (calls,) = zip(*(episode["calls"] for episode in episodes), strict=True)
+        assert metrics.tokens_sampled == sum(len(call["completion_ids"]) for call in calls)
+        assert 0 < metrics.tokens_trained <= metrics.tokens_sampled
+        rows = [len(call["prompt_ids"]) + len(call["completion_ids"]) for call in calls]
+        assert 0 < metrics.tokens_packed <= sum(rows) - len(rows), "the last token of each is not run"
     assert played[2][0]["calls"][0]["policy_version"] == 2
 
 

@@ -145,6 +145,7 @@ def test_gradients_equal_those_of_plain_torch(
 
     result = trainer.forward_backward(data, loss, SETTINGS.get(loss)).result()
     assert result.metrics["loss:sum"] == pytest.approx(total.item(), rel=1e-5)
+    assert 0 < result.metrics["packed_tokens:sum"] < sum(len(logprobs) for logprobs in expected_logprobs)
     for output, logprobs in zip(result.loss_fn_outputs, expected_logprobs, strict=True):
         assert torch.allclose(output["logprobs"].to_torch(), logprobs, atol=1e-5)
     grads = {

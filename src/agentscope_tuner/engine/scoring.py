@@ -56,7 +56,7 @@ class Scorer:
         return found
 
     @onednn_products()
-    def backward(self, rows: Sequence[Row], loss: EntryLoss) -> tuple[Tensor, float]:
+    def backward(self, rows: Sequence[Row], loss: EntryLoss) -> tuple[Tensor, float, int]:
         """Add the gradient of a loss to the parameters' `grad`.
 
         Args:
@@ -64,11 +64,12 @@ class Scorer:
             loss: of some entries, given as log-probabilities and entry numbers on the model's device; summed over all.
 
         Returns:
-            The log-probability of every entry, on the CPU, and the loss.
+            The log-probability of every entry, on the CPU; the loss; and how many tokens were run for them.
         """
         found = torch.empty(sum(len(row.ids) for row in rows))
-        total = 0.0
+        total, packed = 0.0, 0
         for tree in self._pack(rows):
+            packed += len(tree.ids)
             hidden = self._pass.hidden(tree)
             leaf = hidden.detach().requires_grad_()
             for chunk in self._chunks(tree, rows):
@@ -78,7 +79,7 @@ class Scorer:
                 total += part.item()
                 found[chunk.entries] = logprobs.detach().cpu()
             hidden.backward(leaf.grad)
-        return found, total
+        return found, total, packed
 
     @torch.no_grad()
     def next_token_logprobs(self, ids: Sequence[int]) -> Iterator[Tensor]:

@@ -258,9 +258,9 @@ def _tensor(message: Any) -> np.ndarray[Any, Any]:
 # ---------------------------------------------------------------------------------------------------- answers
 
 
-def forward_backward_output(logprobs: Sequence[np.ndarray[Any, Any]], loss: float) -> bytes:
-    """Log-probabilities of each row's targets, and the summed loss."""
-    output = wire.ForwardBackwardOutput(loss_fn_output_type="TokenLogprobs", metrics={"loss:sum": loss})
+def forward_backward_output(logprobs: Sequence[np.ndarray[Any, Any]], metrics: Mapping[str, float]) -> bytes:
+    """Log-probabilities of each row's targets, and metrics, whose names say how those of several answers are joined."""
+    output = wire.ForwardBackwardOutput(loss_fn_output_type="TokenLogprobs", metrics=dict(metrics))
     record = output.loss_fn_outputs.add()
     record.type_tag = "TokenLogprobs"
     record.num_datums = len(logprobs)

@@ -131,8 +131,10 @@ class Service:
         """
         await self._train(self._load, model_id, path, optimizer)
 
-    async def forward_backward(self, request: ForwardBackward) -> tuple[list[np.ndarray[Any, Any]], float]:
-        """Log-probabilities of every row's targets and the summed loss; its gradient is added to the model's.
+    async def forward_backward(self, request: ForwardBackward) -> tuple[list[np.ndarray[Any, Any]], dict[str, float]]:
+        """Log-probabilities of every row's targets, and metrics; the gradient of the loss is added to the model's.
+
+        Metrics are the loss, summed, and how many tokens were run where prefixes are shared.
 
         Raises:
             UserError: a row is too long, or holds a token that does not exist.
@@ -205,7 +207,7 @@ class Service:
             raise UserError(str(exc)) from exc
         self._training[model_id] = training
 
-    def _forward_backward(self, request: ForwardBackward) -> tuple[list[np.ndarray[Any, Any]], float]:
+    def _forward_backward(self, request: ForwardBackward) -> tuple[list[np.ndarray[Any, Any]], dict[str, float]]:
         training = self.training(request.model_id)
         check_rows(request.rows, training.loaded)
         device = training.loaded.device
@@ -217,10 +219,11 @@ class Service:
 
         if request.forward_only:
             found = training.scorer.logprobs(request.rows)
-            total = loss(found.to(device), torch.arange(len(found), device=device)).item()
+            metrics = {"loss:sum": loss(found.to(device), torch.arange(len(found), device=device)).item()}
         else:
-            found, total = training.scorer.backward(request.rows, loss)
-        return [part.numpy() for part in found.split([len(row.ids) for row in request.rows])], total
+            found, total, packed = training.scorer.backward(request.rows, loss)
+            metrics = {"loss:sum": total, "packed_tokens:sum": packed}
+        return [part.numpy() for part in found.split([len(row.ids) for row in request.rows])], metrics
 
     def _optimizer(self, training: _Training, params: AdamParams) -> Optimizer:
         if training.optimizer is None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
+from agentscope_tuner.algorithms import build_datums, compute_advantages
 from agentscope_tuner.config import TunerConfig
 from agentscope_tuner.errors import RoleError, TooManyFailuresError, TunerError
 from agentscope_tuner.recorder import check_targets
@@ -34,6 +36,7 @@ _FROM_TRAINER = {
     "actor/lr": "learning_rate",
     "time/train_step": "time_train_s",
     "perf/total_num_tokens": "tokens_packed",
+    "packed_tokens:sum": "tokens_packed",
 }
 """Trinity's names for what `StepMetrics` calls otherwise; of two for one thing, the later counts."""
 
@@ -169,12 +172,15 @@ class RunRecorder:
         metrics = StepMetrics(step=step)
         describe(state.groups, metrics)
         metrics.groups = len(state.groups)
-        metrics.zero_variance_groups = sum(_all_alike(group) for group in state.groups)
+        algorithm = self._config.algorithm
+        credits = compute_advantages(state.groups, algorithm.advantage, algorithm.turn_discount)
+        metrics.zero_variance_groups = sum(not one for one in credits)
+        metrics.tokens_trained = sum(len(datum.call.completion_ids) for datum in chain(*build_datums(credits)))
         metrics.time_rollout_s = now - state.begun
         state.metrics = metrics
         episodes = with_continuations([episode for group in state.groups for episode in group.episodes])
         try:
-            check_failures(episodes, self._config.algorithm.max_failed_fraction, self._folder.episodes_dir)
+            check_failures(episodes, algorithm.max_failed_fraction, self._folder.episodes_dir)
             if any(group.succeeded for group in state.groups):
                 check_targets(self._targets, self._roles)
         except (TooManyFailuresError, RoleError) as exc:
@@ -222,8 +228,3 @@ class RunRecorder:
         self._next = step + 1
         if state.results or step == self._last:
             draw_reward(self._history, self._folder.reward_png, self._config.experiment_name)
-
-
-def _all_alike(group: EpisodeGroup) -> bool:
-    rewards = [episode.reward for episode in group.succeeded]
-    return all(reward == rewards[0] for reward in rewards)
