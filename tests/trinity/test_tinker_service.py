@@ -24,6 +24,7 @@ from agentscope_tuner.backends.trinity.export import download_model, merge_adapt
 from agentscope_tuner.config import EngineConfig
 from agentscope_tuner.errors import TrainingStoppedError
 from agentscope_tuner.tinker_service import Service, TinkerServer, server
+from agentscope_tuner.tinker_service import service as service_module
 from agentscope_tuner.tinker_service.protocol import UserError
 
 os.environ["TINKER_TELEMETRY"] = "0"
@@ -225,6 +226,24 @@ def test_samples_and_what_they_say_about_themselves(served: Served, plain: Any) 
     assert again.sequences[0].tokens != response.sequences[0].tokens, (
         "one seed for all requests must not make all equal"
     )
+
+
+def test_others_are_answered_while_a_prompt_is_read(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, answered = threading.Event(), threading.Event()
+    read = service_module._about_prompt
+
+    def slow(*given: Any) -> Any:
+        begun.set()
+        assert answered.wait(60)
+        return read(*given)
+
+    monkeypatch.setattr(service_module, "_about_prompt", slow)
+    sampler = served.client().create_sampling_client(base_model=served.service.directory)
+    found = sampler.compute_logprobs(types.ModelInput.from_ints(PROMPT))
+    assert begun.wait(60)
+    httpx.get(f"{served.url}/api/v1/healthz", headers={"x-api-key": KEY}, timeout=30).raise_for_status()
+    answered.set()
+    assert len(found.result()) == len(PROMPT)
 
 
 def test_greedy_samples_are_those_of_transformers(served: Served, plain: Any) -> None:

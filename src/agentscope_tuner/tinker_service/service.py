@@ -1,7 +1,7 @@
 """What the service holds: models in training, models to sample from, and checkpoints between them.
 
 Training runs on a worker thread, one operation at a time, in the order in which requests came. Sampling runs on the
-event loop, batched over everybody who asks.
+event loop, batched over everybody who asks; what is asked about prompts, on a thread beside it.
 """
 
 from __future__ import annotations
@@ -71,6 +71,8 @@ class _Sampling:
     users: int = 0
     version: int = 0
     free: asyncio.Event = field(default_factory=asyncio.Event)
+    reading: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held by whoever is told about a prompt."""
 
 
 class Service:
@@ -298,7 +300,9 @@ class Service:
             params = self._params(request, sampling.loaded, len(ids))
             about = None
             if request.prompt_logprobs or request.topk_prompt_logprobs:
-                about = _about_prompt(sampling.scorer, ids, request.topk_prompt_logprobs)
+                # It may take seconds, in which others sample.
+                async with sampling.reading:
+                    about = await asyncio.to_thread(_about_prompt, sampling.scorer, ids, request.topk_prompt_logprobs)
             samples = await self._complete(sampling.sampler, ids, params, request)
         if about is None:
             return samples, None, None
