@@ -32,10 +32,12 @@ def test_every_token_sees_exactly_its_own_past(sequences: list[list[int]], max_t
     for tree in pack(sequences, max_tokens=max_tokens, min_shared=min_shared):
         visible: dict[int, list[int]] = {}
         for family in tree.families:
+            above = [index for start, end in family.path for index in range(start, end)]
+            assert all(start < end < following for (start, end), (following, _) in pairwise(family.path))
             for start, end in family.spans:
                 for index in range(start, end):
                     assert index not in visible
-                    visible[index] = [*family.path, *range(start, index + 1)]
+                    visible[index] = [*above, *range(start, index + 1)]
         assert sorted(visible) == list(range(len(tree.ids)))
         for member, where in zip(tree.members, tree.where, strict=True):
             found.append(member)

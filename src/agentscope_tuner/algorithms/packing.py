@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, islice, pairwise
 
 import numpy as np
 
@@ -28,8 +28,8 @@ class Family:
 
     spans: list[tuple[int, int]]
     """Each node's tokens, as a range of packed indices."""
-    path: list[int]
-    """(P,) packed indices of the ancestors' tokens, root first."""
+    path: list[tuple[int, int]]
+    """The ancestors' tokens, root first, in as few ranges as they make."""
 
 
 @dataclass(slots=True)
@@ -143,7 +143,7 @@ def _build(sequences: Sequence[list[int]], batch: list[int], shared: list[int], 
     leaves = [i for i in range(len(batch)) if not extended[i]]
     # Overlap of neighbouring leaves: the least overlap on the way from one to the next.
     overlaps = [0] + [min(shared[a + 1 : b + 1]) for a, b in pairwise(leaves)]
-    paths: dict[int, list[int]] = {}
+    paths: dict[int, list[tuple[int, int]]] = {}
 
     def grow(low: int, high: int, depth: int) -> list[tuple[int, int, list[int]]]:
         """Nodes that begin at `depth`, for leaves low..high-1, as (start depth, end depth, leaves)."""
@@ -161,7 +161,7 @@ def _build(sequences: Sequence[list[int]], batch: list[int], shared: list[int], 
     siblings: list[Family] = []
     stack: list[tuple[int, int, list[int], Family]] = []
 
-    def descend(low: int, high: int, depth: int, path: list[int]) -> None:
+    def descend(low: int, high: int, depth: int, path: list[tuple[int, int]]) -> None:
         siblings.append(Family([], path))
         # The one with most leaves comes last, so it is taken first: it follows its parent at once, and what many tokens
         # see lies in few stretches.
@@ -177,7 +177,7 @@ def _build(sequences: Sequence[list[int]], batch: list[int], shared: list[int], 
         tree.positions.extend(range(start, end))
         if end > start:
             family.spans.append((at, at + end - start))
-        below = [*family.path, *range(at, at + end - start)]
+        below = _joined(family.path, at, at + end - start)
         if len(members) > 1:
             descend(members[0], members[-1] + 1, end, below)
         else:
@@ -189,8 +189,19 @@ def _build(sequences: Sequence[list[int]], batch: list[int], shared: list[int], 
         if extended[i]:
             paths[i] = paths[i + 1]
     tree.members = list(batch)
-    tree.where = [paths[i][: len(sequences[batch[i]])] for i in range(len(batch))]
+    tree.where = [_first(paths[i], len(sequences[batch[i]])) for i in range(len(batch))]
     return tree
+
+
+def _joined(path: list[tuple[int, int]], start: int, end: int) -> list[tuple[int, int]]:
+    if path and path[-1][1] == start:
+        return [*path[:-1], (path[-1][0], end)]
+    return [*path, (start, end)] if end > start else path
+
+
+def _first(path: list[tuple[int, int]], count: int) -> list[int]:
+    """The first tokens of a path."""
+    return list(islice(chain.from_iterable(range(start, end) for start, end in path), count))
 
 
 def _of_similar_length(siblings: Family) -> list[Family]:

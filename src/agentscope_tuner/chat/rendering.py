@@ -185,7 +185,7 @@ class _Decoding:
             try:
                 self._text += self._stream.step(self._backend, token) or ""
                 return self._text
-            except Exception:  # by its own type; where bytes are no character, some decoders change the text before
+            except Exception:  # it has no type of its own; where bytes are no character, the text before may change
                 self._backend = None
         return self._renderer.decode(self._ids)
 

@@ -58,7 +58,7 @@ def visits(tree: PackedTree) -> tuple[np.ndarray, np.ndarray]:
     """When a walk through the tree enters each token (N,), and when it has left all that follows (N,)."""
     nodes: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for family in tree.families:
-        nodes[family.path[-1] if family.path else -1] += family.spans
+        nodes[family.path[-1][1] - 1 if family.path else -1] += family.spans
     entered, left = np.zeros((2, len(tree.ids)), np.int32)
     clock = 0
     stack = [(*span, False) for span in nodes[-1]]
@@ -79,7 +79,8 @@ def _blocks_seen(tree: PackedTree) -> np.ndarray:
     count = -(-len(tree.ids) // _BLOCK)
     seen = np.zeros((count, count), bool)
     for family in tree.families:
-        above = np.unique(np.array(family.path, np.int64) // _BLOCK)
+        blocks = {block for start, end in family.path for block in range(start // _BLOCK, -(-end // _BLOCK))}
+        above = np.array(sorted(blocks), np.int64)
         for start, end in family.spans:
             own = np.arange(start // _BLOCK, (end - 1) // _BLOCK + 1)
             seen[np.ix_(own, above)] = True

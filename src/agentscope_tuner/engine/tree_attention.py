@@ -78,26 +78,22 @@ def _stretches(tree: PackedTree) -> tuple[Tensor, Tensor]:
     stretches: list[tuple[int, int, int, int]] = []
     spans: list[tuple[int, int]] = []
     for family in tree.families:
-        known = len(spans)
-        for index in family.path:
-            if len(spans) > known and spans[-1][1] == index:
-                spans[-1] = (spans[-1][0], index + 1)
-            else:
-                spans.append((index, index + 1))
-        stretches += [(start, end, known, len(spans) - known) for start, end in family.spans]
+        stretches += [(start, end, len(spans), len(family.path)) for start, end in family.spans]
+        spans += family.path
     return torch.tensor(stretches), torch.tensor(spans, dtype=torch.long).reshape(-1, 2)
 
 
-def _cut(family: Family) -> Iterator[tuple[list[tuple[int, int]], list[int]]]:
+def _cut(family: Family) -> Iterator[tuple[list[tuple[int, int]], list[tuple[int, int]]]]:
     """(own spans, path) of the blocks of a family: long nodes are cut to pieces, short siblings taken together."""
     together: list[tuple[int, int]] = []
+    above = sum(end - start for start, end in family.path)
     for start, end in family.spans:  # from short to long
         length = end - start
         if length > CHUNK:
             for at in range(start, end, CHUNK):
-                yield [(at, min(at + CHUNK, end))], [*family.path, *range(start, at)]
+                yield [(at, min(at + CHUNK, end))], [*family.path, (start, at)]
             continue
-        if together and (len(together) + 1) * length * (len(family.path) + length) > BLOCK:
+        if together and (len(together) + 1) * length * (above + length) > BLOCK:
             yield together, family.path
             together = []
         together.append((start, end))
@@ -105,12 +101,13 @@ def _cut(family: Family) -> Iterator[tuple[list[tuple[int, int]], list[int]]]:
         yield together, family.path
 
 
-def _block(spans: list[tuple[int, int]], path: list[int], causal: Tensor, device: torch.device) -> _Block:
+def _block(spans: list[tuple[int, int]], path: list[tuple[int, int]], causal: Tensor, device: torch.device) -> _Block:
     bounds = torch.tensor(spans)
     own = bounds[:, :1] + torch.arange(len(causal))
     padding = own >= bounds[:, 1:]
     own = torch.where(padding, bounds[:, :1], own)
-    keys = torch.cat([torch.tensor(path, dtype=torch.long).expand(len(spans), -1), own], 1)
+    above = [torch.arange(start, end).expand(len(spans), -1) for start, end in path]
+    keys = torch.cat([*above, own], 1)
     return _Block(
         queries=own.flatten().to(device),
         keys=keys.flatten().to(device),
