@@ -238,7 +238,7 @@ def test_others_are_answered_while_a_prompt_is_read(served: Served, monkeypatch:
         return read(*given)
 
     monkeypatch.setattr(service_module, "_about_prompt", slow)
-    sampler = served.client().create_sampling_client(base_model=served.service.directory)
+    sampler = served.client().create_sampling_client(base_model=served.service.directory).result()
     found = sampler.compute_logprobs(types.ModelInput.from_ints(PROMPT))
     assert begun.wait(60)
     httpx.get(f"{served.url}/api/v1/healthz", headers={"x-api-key": KEY}, timeout=30).raise_for_status()
