@@ -301,7 +301,7 @@ class Recorder:
                 sample = await self.model.policy.sample(
                     prompt.ids, params, episode_id=self.episode_id, adapter=adapter, on_token=on_token
                 )
-        text = self.text_of(sample.token_ids, params.stop)
+        text = self._text_of(sample.token_ids, params.stop)
         call = ModelCall(
             role=role,
             messages=prompt.messages,
@@ -319,7 +319,7 @@ class Recorder:
             agent=agent or role,
             adapter=adapter,
         )
-        reply = self.reply_of(text, tools=bool(tools) and tool_choice != "none", place=place)
+        reply = self._reply_of(text, tools=bool(tools) and tool_choice != "none", place=place)
         return Drawn(place, prompt, call, reply)
 
     def record(self, drawn: Drawn) -> Completion:
@@ -358,7 +358,7 @@ class Recorder:
             on_token(token)  # type: ignore[misc]
         return Sample(call.completion_ids, call.logprobs, call.finish_reason, call.policy_version)
 
-    def text_of(self, token_ids: Sequence[int], stop: Sequence[str] = ()) -> str:
+    def _text_of(self, token_ids: Sequence[int], stop: Sequence[str]) -> str:
         """The text of a completion: without its end-of-turn token, and cut before the first stop string."""
         ids = list(token_ids)
         if ids and ids[-1] in self.model.end_of_turn_ids:
@@ -367,7 +367,7 @@ class Recorder:
         cuts = [text.index(mark) for mark in stop if mark in text]
         return text[: min(cuts)] if cuts else text
 
-    def reply_of(self, text: str, *, tools: bool, place: int | None = None) -> Reply:
+    def _reply_of(self, text: str, *, tools: bool, place: int | None = None) -> Reply:
         """What the text of a completion says; with `tools=False` tool calls stay text. See `parse_reply`."""
         thinks = self.model.renderer.opens_thinking
         return parse_reply(text, tools=tools, thinks=thinks, place=place, speaker=self._speaker)
@@ -384,7 +384,7 @@ class Recorder:
             nonlocal text
             if token not in self.model.end_of_turn_ids:
                 text = text_after(token)
-            return self.reply_of(settled_text(text, marks), tools=False)
+            return self._reply_of(settled_text(text, marks), tools=False)
 
         return read
 
