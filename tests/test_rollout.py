@@ -22,6 +22,7 @@ from pydantic import Field
 from transformers import AutoTokenizer
 
 from agentscope_tuner import Judge, JudgeOutput, ModelTuner, TuneResult, Workflow, WorkflowOutput, WorkflowTask, tune
+from agentscope_tuner.backends.evaluation import evaluate_policy
 from agentscope_tuner.chat import ChatRenderer, write_reply
 from agentscope_tuner.config import WorkflowConfig
 from agentscope_tuner.errors import (
@@ -32,7 +33,7 @@ from agentscope_tuner.errors import (
 )
 from agentscope_tuner.policy import Sample, SamplingParams
 from agentscope_tuner.recorder import PolicyModel
-from agentscope_tuner.reporting import read_episodes
+from agentscope_tuner.reporting import ProgressView, read_episodes
 from agentscope_tuner.rollout import Rollout
 from agentscope_tuner.testing import ScriptedPolicy
 from agentscope_tuner.types import Episode, ModelCall, Task
@@ -625,6 +626,29 @@ def test_an_evaluation_samples_as_it_is_told(renderer: ChatRenderer) -> None:
         (group,) = asyncio.run(rollout.run([Task()], 1, phase="eval_greedy", params=params))
         ((call,),) = (episode.calls for episode in group.episodes)
         assert (call.temperature, call.text) == expected
+
+
+def test_an_evaluation_runs_all_ways_of_decoding_at_once(renderer: ChatRenderer) -> None:
+    tasks = [Task(task_id=name) for name in "abc"]
+    begun: dict[str, list[str]] = {task.task_id: [] for task in tasks}
+    finished: list[tuple[str, str]] = []
+    together = {name: asyncio.Barrier(2) for name in begun}
+
+    class Waits(Workflow):
+        async def execute(self, task: WorkflowTask, model_tuner: ModelTuner) -> WorkflowOutput:
+            begun[task.task.task_id].append(task.episode_id)
+            async with asyncio.timeout(5):
+                await together[task.task.task_id].wait()
+            await model_tuner(HELLO)
+            return WorkflowOutput(reward=1.0)
+
+    rollout, _ = rollout_of(renderer, Waits, max_concurrency=2)
+    rollout.on_episode = lambda episode, phase: finished.append((phase, episode.workflow_task.task.task_id))
+    results = asyncio.run(evaluate_policy(rollout, tasks, ProgressView(0), max_failed_fraction=0.0))
+    assert {decoding: result.episodes for decoding, result in results.items()} == {"greedy": 3, "sampled": 3}
+    assert results["greedy"].time_s == results["sampled"].time_s > 0
+    assert begun == {name: [f"eval_greedy-{n}-0", f"eval_sampled-{n}-0"] for n, name in enumerate("abc")}
+    assert sorted(finished) == [(f"eval_{decoding}", name) for decoding in ("greedy", "sampled") for name in "abc"]
 
 
 # ------------------------------------------------------------------------------------------------- through tune()

@@ -101,44 +101,69 @@ class Rollout:
         Raises:
             TunerError: something that is wrong with the run, not with an episode.
         """
+        groups = await self.run_phases(
+            tasks, group_size, {phase: params}, first=first, branching=branching, cast_of=cast_of, whole=whole
+        )
+        return groups[phase]
+
+    async def run_phases(
+        self,
+        tasks: Sequence[Task],
+        group_size: int,
+        phases: Mapping[str, SamplingParams | None],
+        *,
+        first: int = 0,
+        branching: BranchingConfig | None = None,
+        cast_of: Callable[[str], Cast] | None = None,
+        whole: bool = True,
+    ) -> dict[str, list[EpisodeGroup]]:
+        """The same for several phases at once, each with its way to sample.
+
+        A task's episodes of all phases begin together, so its prompt is read once, and there is one end to wait for in
+        which few are left.
+        """
         gate = asyncio.Semaphore(self.config.max_concurrency)
 
-        async def run(start: _Start) -> tuple[Episode, list[Any]]:
+        async def run(phase: str, start: _Start) -> tuple[Episode, list[Any]]:
             async with gate:
                 episode, answers = await self._run(start)
             if self.on_episode is not None:
                 self.on_episode(episode, phase)
             return episode, answers
 
-        async def one(task: Task, index: int, member: int) -> Episode:
+        async def one(phase: str, task: Task, index: int, member: int) -> Episode:
             episode_id = f"{phase}-{index}-{member}"
             seed = zlib.crc32(f"{self.seed}/{episode_id}".encode())
             workflow_task = WorkflowTask(task=task, episode_id=episode_id, group_index=member, seed=seed)
             cast = self.cast if cast_of is None else cast_of(f"{phase}-{index}")
-            start = _Start(workflow_task, params, seed, cast)
-            episode, answers = await run(start)
+            start = _Start(workflow_task, phases[phase], seed, cast)
+            episode, answers = await run(phase, start)
             if branching is not None and member < branching.episodes:
                 starts = _branch(start, episode, answers, branching)
                 if starts:
-                    continued = await asyncio.gather(*(run(again) for again in starts))
+                    continued = await asyncio.gather(*(run(phase, again) for again in starts))
                     episode.branch = Branch(continued[0][0].replayed, [other for other, _ in continued])
             return episode
 
+        running: dict[str, list[list[asyncio.Task[Episode]]]] = {phase: [] for phase in phases}
         relieve_agents()
         try:
             with quiet_agents(), rare_collections():
                 async with asyncio.TaskGroup() as group:
-                    running = [
-                        [group.create_task(one(task, index, member)) for member in range(group_size)]
-                        for index, task in enumerate(tasks, first)
-                    ]
+                    for index, task in enumerate(tasks, first):
+                        for phase in phases:
+                            members = [one(phase, task, index, member) for member in range(group_size)]
+                            running[phase].append([group.create_task(member) for member in members])
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
-        groups = [
-            EpisodeGroup(task, [episode.result() for episode in episodes])
-            for task, episodes in zip(tasks, running, strict=True)
-        ]
-        if whole and any(group.succeeded for group in groups):
+        groups = {
+            phase: [
+                EpisodeGroup(task, [episode.result() for episode in episodes])
+                for task, episodes in zip(tasks, members, strict=True)
+            ]
+            for phase, members in running.items()
+        }
+        if whole and any(one.succeeded for of_phase in groups.values() for one in of_phase):
             check_targets(self.trainable_targets, self.registered)
         return groups
 

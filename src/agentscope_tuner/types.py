@@ -297,6 +297,7 @@ class EvalResult:
     episodes_failed: int
     metrics: dict[str, float] = field(default_factory=dict)
     time_s: float = 0.0
+    """Seconds that the evaluation took; all ways of decoding run at the same time."""
 
     def __str__(self) -> str:
         return f"{self.reward_mean:.3f} [{self.ci_low:.3f}, {self.ci_high:.3f}]"

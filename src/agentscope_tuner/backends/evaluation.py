@@ -17,16 +17,16 @@ async def evaluate_policy(
     Raises:
         TooManyFailuresError: too many episodes failed for the mean to mean anything.
     """
+    params = rollout.model.params
+    view.phase("evaluation", len(tasks) * len(DECODINGS))
+    begun = time.perf_counter()
+    ways = {"greedy": params.greedy(), "sampled": params}
+    groups = await rollout.run_phases(tasks, 1, {f"eval_{decoding}": ways[decoding] for decoding in DECODINGS})
+    time_s = time.perf_counter() - begun
     results = {}
     for decoding in DECODINGS:
-        view.phase(f"eval {decoding}", len(tasks))
-        params = rollout.model.params
-        if decoding == "greedy":
-            params = params.greedy()
-        begun = time.perf_counter()
-        groups = await rollout.run(tasks, 1, phase=f"eval_{decoding}", params=params)
-        episodes = [episode for group in groups for episode in group.episodes]
+        episodes = [episode for group in groups[f"eval_{decoding}"] for episode in group.episodes]
         check_failures(episodes, max_failed_fraction)
-        results[decoding] = summarize([e.reward_mean for e in episodes], time.perf_counter() - begun)
+        results[decoding] = summarize([episode.reward_mean for episode in episodes], time_s)
         results[decoding].metrics = mean_metrics(episodes)
     return results

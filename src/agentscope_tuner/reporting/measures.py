@@ -59,7 +59,7 @@ def describe_evaluation(results: Mapping[str, EvalResult], metrics: StepMetrics)
     for decoding, result in results.items():
         setattr(metrics, _EVAL_FIELDS[decoding], result.reward_mean)
         metrics.extra |= {f"eval_{decoding}/{name}": value for name, value in result.metrics.items()}
-    metrics.time_eval_s = sum((result.time_s for result in results.values()), 0.0)
+    metrics.time_eval_s = max((result.time_s for result in results.values()), default=0.0)
 
 
 def stored_evaluation(folder: RunFolder, step: int) -> dict[str, EvalResult]:

@@ -71,7 +71,7 @@ class ProgressView:
     # --------------------------------------------------------------------------------------------------- events
 
     def phase(self, name: str, total: int) -> None:
-        """A part of a step begins, such as `rollout`, `train` or `eval greedy`, of `total` units."""
+        """A part of a step begins, such as `rollout`, `train` or `evaluation`, of `total` units."""
         self._begin_phase(name, total)
         self._refresh()
 

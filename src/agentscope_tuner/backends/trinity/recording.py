@@ -51,7 +51,7 @@ class _Step:
     trained: dict[str, float] | None = None
     evaluated: dict[str, list[EpisodeGroup]] = field(default_factory=lambda: defaultdict(list))
     begun: float = 0.0
-    evaluation_begun: dict[str, float] = field(default_factory=dict)
+    evaluation_begun: float = 0.0
     results: dict[str, EvalResult] = field(default_factory=dict)
 
 
@@ -135,7 +135,7 @@ class RunRecorder:
                 self._all_played(state, step, now)
         else:
             decoding = phase.removeprefix("eval_")
-            state.evaluation_begun[decoding] = min(state.evaluation_begun.get(decoding, now), now - longest)
+            state.evaluation_begun = min(state.evaluation_begun or now, now - longest)
             state.evaluated[decoding].append(group)
             if len(state.evaluated[decoding]) == self._eval_tasks:
                 self._all_evaluated(state, decoding, now)
@@ -189,7 +189,7 @@ class RunRecorder:
 
     def _all_evaluated(self, state: _Step, decoding: str, now: float) -> None:
         episodes = [episode for group in state.evaluated.pop(decoding) for episode in group.episodes]
-        result = summarize([episode.reward_mean for episode in episodes], now - state.evaluation_begun[decoding])
+        result = summarize([episode.reward_mean for episode in episodes], now - state.evaluation_begun)
         result.metrics = mean_metrics(episodes)
         state.results[decoding] = result
 
