@@ -36,7 +36,7 @@ from agentscope_tuner.recorder import PolicyModel
 from agentscope_tuner.reporting import ProgressView, read_episodes
 from agentscope_tuner.rollout import Rollout
 from agentscope_tuner.testing import ScriptedPolicy
-from agentscope_tuner.types import Episode, ModelCall, Task
+from agentscope_tuner.types import Episode, EpisodeGroup, ModelCall, Task
 from agentscope_tuner.workflow import JudgeRunner, WorkflowRunner
 
 HELLO = [{"role": "user", "content": "Hello."}]
@@ -649,6 +649,32 @@ def test_an_evaluation_runs_all_ways_of_decoding_at_once(renderer: ChatRenderer)
     assert results["greedy"].time_s == results["sampled"].time_s > 0
     assert begun == {name: [f"eval_greedy-{n}-0", f"eval_sampled-{n}-0"] for n, name in enumerate("abc")}
     assert sorted(finished) == [(f"eval_{decoding}", name) for decoding in ("greedy", "sampled") for name in "abc"]
+
+
+def test_a_group_is_replaced_while_others_still_run(renderer: ChatRenderer) -> None:
+    replaced = asyncio.Event()
+
+    class Waits(Workflow):
+        async def execute(self, task: WorkflowTask, model_tuner: ModelTuner) -> WorkflowOutput:
+            await model_tuner(HELLO)
+            if task.task.task_id == "slow":
+                async with asyncio.timeout(5):
+                    await replaced.wait()
+            if task.task.task_id == "more":
+                replaced.set()
+            return WorkflowOutput(reward=1.0)
+
+    def refill(index: int, group: EpisodeGroup) -> Task | None:
+        over.append((index, group.task.task_id, len(group.succeeded)))
+        return Task(task_id="more") if group.task.task_id == "quick" else None
+
+    over: list[tuple[int, str | None, int]] = []
+    rollout, _ = rollout_of(renderer, Waits)
+    tasks = [Task(task_id="slow"), Task(task_id="quick")]
+    groups = asyncio.run(rollout.run(tasks, 2, phase="test", first=3, refill=refill))
+    assert over == [(4, "quick", 2), (5, "more", 2), (3, "slow", 2)]
+    assert [group.task.task_id for group in groups] == ["slow", "quick", "more"]
+    assert [episode.workflow_task.episode_id for episode in groups[2].episodes] == ["test-5-0", "test-5-1"]
 
 
 # ------------------------------------------------------------------------------------------------- through tune()

@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -84,6 +85,7 @@ class Rollout:
         params: SamplingParams | None = None,
         branching: BranchingConfig | None = None,
         cast_of: Callable[[str], Cast] | None = None,
+        refill: Callable[[int, EpisodeGroup], Task | None] | None = None,
         whole: bool = True,
     ) -> list[EpisodeGroup]:
         """Run every task `group_size` times, as many at once as `max_concurrency` allows.
@@ -96,13 +98,22 @@ class Rollout:
             params: how to sample, where it differs from the model's own.
             branching: which episodes are continued anew from one of their turns.
             cast_of: who plays in a group, by the group's name, where that changes.
+            refill: called with each finished group and its index; a task that it returns is run next, beside those that
+                still run.
             whole: these are all groups of a batch, so a target that none of their episodes knows is a mistake.
 
         Raises:
             TunerError: something that is wrong with the run, not with an episode.
         """
         groups = await self.run_phases(
-            tasks, group_size, {phase: params}, first=first, branching=branching, cast_of=cast_of, whole=whole
+            tasks,
+            group_size,
+            {phase: params},
+            first=first,
+            branching=branching,
+            cast_of=cast_of,
+            refill=refill,
+            whole=whole,
         )
         return groups[phase]
 
@@ -115,6 +126,7 @@ class Rollout:
         first: int = 0,
         branching: BranchingConfig | None = None,
         cast_of: Callable[[str], Cast] | None = None,
+        refill: Callable[[int, EpisodeGroup], Task | None] | None = None,
         whole: bool = True,
     ) -> dict[str, list[EpisodeGroup]]:
         """The same for several phases at once, each with its way to sample.
@@ -145,27 +157,29 @@ class Rollout:
                     episode.branch = Branch(continued[0][0].replayed, [other for other, _ in continued])
             return episode
 
-        running: dict[str, list[list[asyncio.Task[Episode]]]] = {phase: [] for phase in phases}
+        async def play(phase: str, task: Task, index: int) -> None:
+            while True:
+                members = [running.create_task(one(phase, task, index, member)) for member in range(group_size)]
+                await asyncio.wait(members)
+                group = groups[phase][index] = EpisodeGroup(task, [member.result() for member in members])
+                if refill is None or (more := refill(index, group)) is None:
+                    return
+                task, index = more, next(indices)
+
+        groups: dict[str, dict[int, EpisodeGroup]] = {phase: {} for phase in phases}
+        indices = count(first)
         relieve_agents()
         try:
             with quiet_agents(), rare_collections():
-                async with asyncio.TaskGroup() as group:
-                    for index, task in enumerate(tasks, first):
+                async with asyncio.TaskGroup() as running:
+                    for task, index in zip(tasks, indices, strict=False):
                         for phase in phases:
-                            members = [one(phase, task, index, member) for member in range(group_size)]
-                            running[phase].append([group.create_task(member) for member in members])
+                            running.create_task(play(phase, task, index))
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
-        groups = {
-            phase: [
-                EpisodeGroup(task, [episode.result() for episode in episodes])
-                for task, episodes in zip(tasks, members, strict=True)
-            ]
-            for phase, members in running.items()
-        }
-        if whole and any(one.succeeded for of_phase in groups.values() for one in of_phase):
+        if whole and any(group.succeeded for found in groups.values() for group in found.values()):
             check_targets(self.trainable_targets, self.registered)
-        return groups
+        return {phase: [group for _, group in sorted(found.items())] for phase, found in groups.items()}
 
     async def run_episode(self, task: WorkflowTask, params: SamplingParams | None = None) -> Episode:
         """Run one episode; a failure is recorded in it.

@@ -66,6 +66,7 @@ from agentscope_tuner.types import (
     EpisodeGroup,
     EvalResult,
     StepMetrics,
+    Task,
     TuneResult,
     version_of,
 )
@@ -316,39 +317,45 @@ class LocalRun:
         self.engine.sampler.weights_changed(self.learner.optimizer.updates)
 
     async def _collect(self, step: int, *, on_policy: bool) -> _Batch:
-        """A batch of groups; those that teach nothing are replaced, up to the bound."""
+        """A batch of groups; those that teach nothing are replaced as soon as that is known, up to the bound."""
         metrics = StepMetrics(step=step)
         algorithm = self.config.algorithm
         bound = algorithm.batch_size if algorithm.max_resampled_groups is None else algorithm.max_resampled_groups
         begun = time.perf_counter()
-        groups: list[EpisodeGroup] = []
-        credits: list[list[Credit]] = []
-        wanted = algorithm.batch_size
-        while wanted:
-            branching = algorithm.branching
-            more = branching.episodes * branching.continuations if branching is not None else 0
-            self.view.phase("rollout", wanted * (algorithm.group_size + more))
-            tasks = self.stream.take(wanted)
-            new = await self.rollout.run(
-                tasks,
-                algorithm.group_size,
-                phase=f"train{step}",
-                first=len(groups),
-                branching=branching,
-                cast_of=None if self.pool is None else self.pool.cast_of,
-            )
-            groups += new
-            credits += compute_advantages(new, algorithm.advantage, algorithm.turn_discount)
-            episodes = with_continuations([episode for group in groups for episode in group.episodes])
+        branching = algorithm.branching
+        more = branching.episodes * branching.continuations if branching is not None else 0
+        credits: dict[int, list[Credit]] = {}
+        episodes: list[Episode] = []
+
+        def check() -> None:
             check_failures(episodes, algorithm.max_failed_fraction, self.folder.episodes_dir)
-            silent = sum(not one for one in credits)
-            wanted = min(silent - metrics.resampled_groups, bound - metrics.resampled_groups)
-            wanted = max(0, wanted)
-            metrics.resampled_groups += wanted
+
+        def refill(index: int, group: EpisodeGroup) -> Task | None:
+            (credits[index],) = compute_advantages([group], algorithm.advantage, algorithm.turn_discount)
+            episodes.extend(with_continuations(group.episodes))
+            if len(credits) == algorithm.batch_size:
+                check()
+            if credits[index] or metrics.resampled_groups == bound:
+                return None
+            metrics.resampled_groups += 1
+            self.view.expect(algorithm.group_size + more)
+            return self.stream.take(1)[0]
+
+        self.view.phase("rollout", algorithm.batch_size * (algorithm.group_size + more))
+        groups = await self.rollout.run(
+            self.stream.take(algorithm.batch_size),
+            algorithm.group_size,
+            phase=f"train{step}",
+            branching=branching,
+            cast_of=None if self.pool is None else self.pool.cast_of,
+            refill=refill,
+        )
+        check()
         metrics.groups = len(groups)
-        metrics.zero_variance_groups = sum(not one for one in credits)
+        metrics.zero_variance_groups = sum(not one for one in credits.values())
         metrics.time_rollout_s = time.perf_counter() - begun
-        return _Batch(groups, credits, metrics, self.stream.position, on_policy)
+        in_order = [credits[index] for index in range(len(groups))]
+        return _Batch(groups, in_order, metrics, self.stream.position, on_policy)
 
     async def _evaluate(self, metrics: StepMetrics) -> None:
         self._evaluated_step = metrics.step

@@ -75,6 +75,10 @@ class ProgressView:
         self._begin_phase(name, total)
         self._refresh()
 
+    def expect(self, n: int) -> None:
+        """This phase has `n` more units."""
+        self._total += n
+
     def episode_done(self, failed: bool) -> None:
         """An episode of this phase is over; this advances the phase by one."""
         self._episodes += 1
