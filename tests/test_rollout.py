@@ -770,6 +770,25 @@ def test_a_call_that_was_left_behind_does_not_stop_training(tiny_model_dir: Path
     assert {(row["error"]["kind"], len(row["calls"])) for row in failed} == {("ZeroDivisionError", 1)}
 
 
+def test_failures_are_not_counted_while_only_those_that_fail_are_over(tiny_model_dir: Path, tmp_path: Path) -> None:
+    replaced = asyncio.Event()
+
+    class Some(Workflow):
+        async def execute(self, task: WorkflowTask, model_tuner: ModelTuner) -> WorkflowOutput:
+            group = int(task.episode_id.split("-")[1])
+            await model_tuner(HELLO)
+            if group in (0, 4, 5):
+                raise ValueError("boom")
+            if group == 6:
+                replaced.set()
+            async with asyncio.timeout(30):
+                await replaced.wait()
+            return WorkflowOutput(reward=float(task.group_index))
+
+    (metrics,) = train(tiny_model_dir, tmp_path, Some, algorithm__batch_size=4, algorithm__group_size=2).history
+    assert (metrics.groups, metrics.resampled_groups, metrics.episodes_failed) == (7, 3, 6)
+
+
 def test_too_many_failures_stop_the_run_and_name_the_commonest(tiny_model_dir: Path, tmp_path: Path) -> None:
     failing = {0: "raises", 1: "raises always the same", 3: "raises always the same"}
     with pytest.raises(TooManyFailuresError) as caught:

@@ -325,16 +325,18 @@ class LocalRun:
         branching = algorithm.branching
         more = branching.episodes * branching.continuations if branching is not None else 0
         credits: dict[int, list[Credit]] = {}
-        episodes: list[Episode] = []
+        first: list[EpisodeGroup] = []
 
-        def check() -> None:
+        def check(groups: list[EpisodeGroup]) -> None:
+            episodes = with_continuations([episode for group in groups for episode in group.episodes])
             check_failures(episodes, algorithm.max_failed_fraction, self.folder.episodes_dir)
 
         def refill(index: int, group: EpisodeGroup) -> Task | None:
             (credits[index],) = compute_advantages([group], algorithm.advantage, algorithm.turn_discount)
-            episodes.extend(with_continuations(group.episodes))
-            if len(credits) == algorithm.batch_size:
-                check()
+            if index < algorithm.batch_size:  # of the others, those that fail may be over long before
+                first.append(group)
+                if len(first) == algorithm.batch_size:
+                    check(first)
             if credits[index] or metrics.resampled_groups == bound:
                 return None
             metrics.resampled_groups += 1
@@ -350,7 +352,7 @@ class LocalRun:
             cast_of=None if self.pool is None else self.pool.cast_of,
             refill=refill,
         )
-        check()
+        check(groups)
         metrics.groups = len(groups)
         metrics.zero_variance_groups = sum(not one for one in credits.values())
         metrics.time_rollout_s = time.perf_counter() - begun
