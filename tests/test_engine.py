@@ -488,7 +488,7 @@ def test_a_common_beginning_is_computed_beside_the_tokens_of_others(
             await asyncio.sleep(0)
         if cancelled:  # nobody needs what is being computed; others come for it later
             hopeless = group("hopeless")
-            while not (sampler._trunk_slots or sampler._slots.trunks):
+            while not (sampler._placing.trunk_slots or sampler._slots.trunks):
                 await asyncio.sleep(0)
             for task in hopeless:
                 task.cancel()

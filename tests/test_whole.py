@@ -31,8 +31,9 @@ from agentscope_tuner.engine.completions import Lines, Request
 from agentscope_tuner.engine.decoder import WholeDecoder
 from agentscope_tuner.engine.models import load_model
 from agentscope_tuner.engine.native import Job, NativeKernels, Outcome, Way
-from agentscope_tuner.engine.sampler import _NO_SLOT, Sampler
-from agentscope_tuner.engine.slots import Slot
+from agentscope_tuner.engine.placing import NO_SLOT
+from agentscope_tuner.engine.sampler import Sampler
+from agentscope_tuner.engine.slots import Trunk
 from agentscope_tuner.engine.trial import native_kernels
 from agentscope_tuner.policy import Sample, SamplingParams
 from agentscope_tuner.types import ModelCall
@@ -487,14 +488,14 @@ def test_episodes_come_back_to_their_slots_however_many_wait(sampler: Sampler) -
 
 
 def test_slots_are_found_meanwhile(sampler: Sampler, monkeypatch: pytest.MonkeyPatch) -> None:
-    notes, place = noted(monkeypatch), sampler._place
+    notes, nearest = noted(monkeypatch), sampler._slots.nearest
     meanwhile: list[bool] = []
 
-    def noting(batch: list[Request], free: dict[Slot, None]) -> None:
-        meanwhile.extend([sampler._step is not None] * len(batch))
-        place(batch, free)
+    def noting(adapter: str, trunk: Trunk | None, own: list[int], episode_id: str) -> object:
+        meanwhile.append(sampler._step is not None)
+        return nearest(adapter, trunk, own, episode_id)
 
-    monkeypatch.setattr(sampler, "_place", noting)
+    monkeypatch.setattr(sampler._slots, "nearest", noting)
 
     async def group() -> list[Sample]:
         goes_on = asyncio.ensure_future(_complete(sampler, "goes on", 30))
@@ -528,17 +529,19 @@ def test_what_is_shared_is_copied_before_its_place_is_taken(sampler: Sampler) ->
     target = next(slot for slot in sampler._slots if not slot.ids)
     for slot in sampler._slots:  # the source is the only one that can be taken
         slot.busy = slot is not source
-    sampler._copies.append((source.index, target.index, 20))
+    sampler._placing.copies.append((source.index, target.index, 20))
     loop = asyncio.new_event_loop()
-    others = sampler._plan_trunks(
+    sampler._placing.place(
         [
-            Request((n, 0), f"{n}", "", [7] * 80 + [n], SamplingParams(), loop.create_future(), None, 1, _NO_SLOT)
+            Request((n, 0), f"{n}", "", [7] * 80 + [n], SamplingParams(), loop.create_future(), None, 1, NO_SLOT)
             for n in range(4)
         ],
-        sampler._slots.free(),
+        sampler._slots.free(sampler._episodes.needing),
+        {},
+        active=0,
     )
     loop.close()
-    assert others == []
+    assert len(sampler._placing.trunk_slots) == 1
     sampler._begin()
     sampler._complete()
     assert len(sampler._slots.trunks) == 1

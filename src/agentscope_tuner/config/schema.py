@@ -247,7 +247,8 @@ class EngineConfig(_Config):
     """Use the fused decoder for the families that have one, with compiled steps where the machine has a C++ compiler or
     a GPU; they are checked at start."""
     max_slots: int = Field(default=128, ge=1)
-    """Sequences decoded, or kept for their next turn, at the same time."""
+    """Sequences decoded, or kept for their next turn, at the same time. Where episodes come back to more of them than
+    this, later ones wait for earlier ones."""
     kv_cache_gb: float = Field(default=4.0, gt=0.0)
     """Upper bound of the key-value cache, in GB; lowers `max_slots` when the context is long."""
     prefill_tokens: int = Field(default=4096, ge=16)

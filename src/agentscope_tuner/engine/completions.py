@@ -39,6 +39,8 @@ class Request:
     slot: Slot
     source: tuple[Slot, int] | None = None
     """Where so many tokens of its prompt were to be computed when it last asked for a slot."""
+    held_back: bool = False
+    """Whether older episodes needed all slots when it last asked for one."""
 
     @property
     def watched(self) -> bool:

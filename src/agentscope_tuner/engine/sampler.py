@@ -12,27 +12,21 @@ of them have asked again. Batches depend on nothing else.
 from __future__ import annotations
 
 import asyncio
-import itertools
-from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple
 
-from agentscope_tuner.algorithms.packing import common_prefix
 from agentscope_tuner.config import EngineConfig
 from agentscope_tuner.engine.completions import Completions, Over, Request
 from agentscope_tuner.engine.decoder import ModuleDecoder
 from agentscope_tuner.engine.drafts import Drafts
 from agentscope_tuner.engine.model_runner import STEPS, ModelRunner
 from agentscope_tuner.engine.models import LoadedModel
-from agentscope_tuner.engine.slots import Head, Slot, Slots
+from agentscope_tuner.engine.placing import FEW, NO_SLOT, Episodes, Placing
+from agentscope_tuner.engine.slots import Slot, Slots
 from agentscope_tuner.engine.stopping import StopStrings
 from agentscope_tuner.policy import Sample, SamplingParams, room_for_tokens
 
-_TRUNK_TOKENS = 64
-"""A trunk is at least this long ..."""
-_TRUNK_USERS = 4
-"""... and made when at least this many waiting prompts begin with it."""
 _BUNCH = 3
 """Waiting requests begin once they are at least this fraction (one over it) of the active ones."""
 _PATIENCE_SLICE_S = 0.01
@@ -46,8 +40,6 @@ _ACTING = 8
 """So many agents act about as long as a step of a small model takes. While more do, more steps are taken; ..."""
 _MANY_ACTING = 24
 """... while so many do, also where completions are over before the last of them: agents still act then."""
-
-_NO_SLOT = Slot(-1)
 
 
 class _Step(NamedTuple):
@@ -82,9 +74,7 @@ class Sampler:
         self.tokens_prefilled = 0
         self.rows_decoded = 0
         """Tokens that were run to draw the next one, guesses included."""
-        self._clock = itertools.count(1)
-        self._opened: dict[str, int] = {}
-        self._calls: dict[str, int] = defaultdict(int)
+        self._episodes = Episodes()
         self._away: set[str] = set()
         """Open episodes that are between two calls."""
         self._quiet = asyncio.Event()
@@ -93,10 +83,6 @@ class Sampler:
         self._waiting: list[Request] = []
         self._prefilling: list[Request] = []
         """Those with a slot, of whose prompts something is not computed."""
-        self._trunk_slots: dict[Head, Slot] = {}
-        """Where something is computed that many of those who wait begin with."""
-        self._copies: list[tuple[int, int, int]] = []
-        """From which slot to which other one so many tokens go, before the next step; in this order."""
         self._dropped: list[Slot] = []
         """Slots of requests that ended while a step was computed for them."""
         self._over: list[Over] = []
@@ -122,19 +108,20 @@ class Sampler:
 
     def open_episode(self, episode_id: str) -> None:
         """An episode begins and will call `sample`."""
-        self._opened[episode_id] = next(self._clock)
+        self._episodes.open(episode_id)
         self._leave(episode_id)
 
     def close_episode(self, episode_id: str) -> None:
         """The episode is over; whatever it still waits for is dropped."""
-        self._opened.pop(episode_id, None)
-        self._calls.pop(episode_id, None)
+        self._episodes.close(episode_id)
         self._return(episode_id)
         for request in [r for r in self._pending if r.episode_id == episode_id]:
             self._drop(request)
             self._pending.discard(request)
             request.future.cancel()
         self._slots.end_episode(episode_id)
+        for request in self._waiting:
+            request.held_back = False
 
     def pause_episode(self, episode_id: str) -> None:
         """The episode waits for somebody else; do not wait for it."""
@@ -142,7 +129,7 @@ class Sampler:
 
     def resume_episode(self, episode_id: str) -> None:
         """The episode goes on."""
-        if episode_id in self._opened:
+        if episode_id in self._episodes:
             self._leave(episode_id)
 
     async def sample(
@@ -160,10 +147,8 @@ class Sampler:
             PromptTooLongError: the prompt leaves no room in the context.
         """
         room = room_for_tokens(prompt_ids, self._loaded.max_model_len)
-        call = self._calls[episode_id]
-        self._calls[episode_id] += 1
         request = Request(
-            order=(self._opened.get(episode_id, 0), call),
+            order=self._episodes.call(episode_id, prompt_ids),
             episode_id=episode_id,
             adapter=adapter,
             prompt_ids=prompt_ids,
@@ -171,7 +156,7 @@ class Sampler:
             future=asyncio.get_running_loop().create_future(),
             on_token=on_token,
             budget=min(params.max_tokens, room),
-            slot=_NO_SLOT,
+            slot=NO_SLOT,
         )
         self._pending.add(request)
         self._waiting.append(request)
@@ -193,7 +178,7 @@ class Sampler:
             raise
         finally:
             self._pending.discard(request)
-            if episode_id in self._opened:
+            if episode_id in self._episodes:
                 self._leave(episode_id)
 
     def weights_changed(self, version: int) -> None:
@@ -215,8 +200,8 @@ class Sampler:
 
     def _forget(self) -> None:
         self._slots = Slots(self._runner.cache.slots, self._runner.trunk_tokens, self._loaded.voices)
-        self._trunk_slots.clear()
-        self._copies.clear()
+        self._episodes.forget()
+        self._placing = Placing(self._slots, self._episodes, self._runner.worth_a_trunk)
         self._dropped.clear()
         self._runner.forget_prefixes()
         if self._drafts is not None:
@@ -259,7 +244,7 @@ class Sampler:
     def _may_go_on(self) -> bool:
         """Whether to begin with those who have come, of many who are about to ask for something."""
         crowd = _CROWD // 2 if self._away else _CROWD
-        return self._runner.small and self._arrived >= max(crowd, len(self._opened) / _CROWD_SHARE)
+        return self._runner.small and self._arrived >= max(crowd, len(self._episodes) / _CROWD_SHARE)
 
     def _fail(self, exc: Exception) -> None:
         """Everybody who waits has to hear of an error."""
@@ -275,13 +260,25 @@ class Sampler:
         return len(self._prefilling) + len(self._completions)
 
     @property
+    def _under_way(self) -> int:
+        """How many requests have slots, or are about to come back to one."""
+        return self._begun + len(self._over) + len(self._away)
+
+    @property
     def _may_admit(self) -> bool:
         """Whether waiting requests should begin now."""
-        if not self._waiting or self._begun == len(self._slots):
+        if self._begun == len(self._slots) or not (ready := self._ready):
             return False
         # Where rows are padded, a prefill is a step of its own; with few rows it costs almost as much as with many, and
         # holds up everybody else. So they begin in bunches.
-        return self._runner.flat or len(self._waiting) * _BUNCH >= self._begun
+        return self._runner.flat or ready * _BUNCH >= self._begun
+
+    @property
+    def _ready(self) -> int:
+        """How many waiting requests are not held back."""
+        if self._under_way < FEW:
+            return len(self._waiting)
+        return sum(not request.held_back for request in self._waiting)
 
     async def _settle(self) -> None:
         """Let every open episode that can run do so, until all of them wait or patience ends."""
@@ -310,14 +307,14 @@ class Sampler:
         if not self._may_admit:
             return
         # Episodes between two calls come back to what their slots hold; nobody takes these from them meanwhile.
-        free = {slot: None for slot in self._slots.free() if slot.episode_id not in self._away}
+        free = self._slots.free(self._episodes.needing)
+        free = {slot: number for slot, number in free.items() if slot.episode_id not in self._away}
         self._waiting.sort(key=lambda request: request.order)
         chosen, others = self._waiting[: len(free)], self._waiting[len(free) :]
-        batch = [request for request in chosen if not self._can_share_later(request)]
-        self._place(self._plan_trunks(batch, free), free)
+        self._placing.place(chosen, free, {} if self._step is None else self._step.plan, self._under_way)
         later: list[Request] = []
         for request in chosen:
-            if request.slot is _NO_SLOT:
+            if request.slot is NO_SLOT:
                 later.append(request)
             elif request.slot.prefilling:
                 self._prefilling.append(request)
@@ -325,70 +322,10 @@ class Sampler:
                 self._completions.add(request)
         self._waiting = later + others
 
-    def _can_share_later(self, request: Request) -> bool:
-        """Whether a beginning of its prompt is still to be computed, where it was when it last asked for a slot."""
-        if request.source is None:
-            return False
-        slot, tokens = request.source
-        return slot.prefilling and self._held(slot) < tokens
-
-    def _held(self, slot: Slot) -> int:
-        """How many tokens of a slot will have keys and values before the next step."""
-        return slot.cached if self._step is None else slot.cached + self._step.plan.get(slot, 0)
-
-    def _plan_trunks(self, batch: list[Request], free: dict[Slot, None]) -> list[Request]:
-        """Let what many prompts begin with be computed in a slot of its own; returns those who do not wait for that."""
-        families: dict[Head, list[Request]] = defaultdict(list)
-        waiting: set[Request] = set()
-        for request in batch:
-            ids = request.prompt_ids
-            head = request.adapter, tuple(ids[:_TRUNK_TOKENS])
-            if head in self._trunk_slots:
-                waiting.add(request)
-            elif len(ids) > _TRUNK_TOKENS and self._slots.trunk_of(request.adapter, ids) is None:
-                families[head].append(request)
-        for head, family in families.items():
-            if len(family) < _TRUNK_USERS:
-                continue
-            prompts = [request.prompt_ids for request in family]
-            first, last = min(prompts), max(prompts)
-            # At least one token of every prompt has to be run to get its logits.
-            shared = min(common_prefix(first, last), min(map(len, prompts)) - 1)
-            planned = sum(len(slot.ids) for slot in self._trunk_slots.values())
-            if self._runner.worth_a_trunk(len(prompts), shared) and self._slots.room_for_trunk(planned + shared):
-                slot = next(iter(free))
-                self._slots.fill(slot, family[0].adapter, None, first[:shared], 0)
-                slot.busy = True
-                del free[slot]
-                self._trunk_slots[head] = slot
-                waiting.update(family)
-        return [request for request in batch if request not in waiting]
-
-    def _place(self, batch: list[Request], free: dict[Slot, None]) -> None:
-        """Find slots for all but those that can share what others are about to compute."""
-        for request in batch:
-            trunk = self._slots.trunk_of(request.adapter, request.prompt_ids)
-            own = request.prompt_ids[len(trunk.ids) :] if trunk else request.prompt_ids
-            best, overlap, outgrown = self._slots.nearest(request.adapter, trunk, own, request.episode_id)
-            if best is not None and overlap > self._held(best):
-                request.source = best, overlap
-                continue
-            if best is not None and not best.busy and best.episode_id in ("", request.episode_id):
-                slot = best
-            else:
-                slot = outgrown or next(slot for slot in free if slot is not best or len(free) == 1)
-                if best is not None and best is not slot:
-                    self._copies.append((best.index, slot.index, overlap))
-            self._slots.fill(slot, request.adapter, trunk, own, overlap)
-            slot.busy = True
-            del free[slot]
-            self._slots.keep_for(request.episode_id, slot)
-            request.slot = slot
-
     def _copy(self) -> None:
         """What new requests share."""
-        self._runner.cache.copy(self._copies)
-        self._copies.clear()
+        self._runner.cache.copy(self._placing.copies)
+        self._placing.copies.clear()
 
     def _drop(self, request: Request) -> None:
         if request in self._waiting:
@@ -412,7 +349,7 @@ class Sampler:
         """Run what the requests with slots miss, as much as goes at once, and draw for those that miss nothing then."""
         while self._dropped:
             self._slots.release(self._dropped.pop())
-        if len(self._waiting) + self._begun + len(self._over) > len(self._slots):
+        if self._ready + self._begun + len(self._over) > len(self._slots):
             self._deliver()  # somebody who waits takes their slots
         self._arrived = 0
         try:
@@ -423,7 +360,7 @@ class Sampler:
 
     def _plan(self) -> _Step:
         completions = self._completions
-        slots = [*self._trunk_slots.values(), *(request.slot for request in self._prefilling)]
+        slots = [*self._placing.trunk_slots.values(), *(request.slot for request in self._prefilling)]
         plan = self._runner.plan(slots, beside=len(completions)) if slots else {}
         complete = [request for request in self._prefilling if plan.get(request.slot) == request.slot.missing]
         rows = len(completions) + len(complete)
@@ -444,7 +381,7 @@ class Sampler:
         if draws:
             least = soon if acting >= _MANY_ACTING else few
             lines = completions.lines(plan, guesses, least, soon if awaited else STEPS)
-            copies, self._copies = self._copies, []
+            copies, self._placing.copies = self._placing.copies, []
             job = self._runner.decode(lines, copies, self._slots.trunks)
             return _Step(completions, plan, job.finish, lambda: completions.decoded(lines, job.finish()))
         # Where rows are padded, those that decode wait for those that prefill.
@@ -474,11 +411,11 @@ class Sampler:
             # Where its request ended meanwhile, all that it holds is counted already.
             slot.cached = min(slot.cached + count, len(slot.ids))
             self.tokens_prefilled += count
-        for head, slot in [*self._trunk_slots.items()]:
+        for head, slot in [*self._placing.trunk_slots.items()]:
             if not slot.missing:
                 self._slots.add_trunk(slot.adapter, slot.ids, self._runner.cache.take(slot.index, slot.cached))
                 self._slots.release(slot)
-                del self._trunk_slots[head]
+                del self._placing.trunk_slots[head]
         over, rows = step.accept()
         self._over += over
         self.rows_decoded += rows
@@ -493,5 +430,5 @@ class Sampler:
             if not request.future.done():
                 request.future.set_result(Sample(token_ids, logprobs, finish_reason, self.policy_version))
                 # Its episode can go on; it is waited for before the next batch.
-                if request.episode_id in self._opened:
+                if request.episode_id in self._episodes:
                     self._leave(request.episode_id)

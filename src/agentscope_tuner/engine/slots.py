@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
@@ -53,6 +53,8 @@ class Slot:
     """How many of them have keys and values."""
     busy: bool = False
     episode_id: str = ""
+    call: int = 0
+    """Which of its episode's calls it was last used by."""
     voice: int = 0
     """The number of the adapter among the model's voices."""
     last_used: int = 0
@@ -206,10 +208,15 @@ class Slots:
                 best, overlap = slot, n
         return best, overlap, outgrown
 
-    def free(self) -> dict[Slot, None]:
-        """Those that may be overwritten, in this order: of ended episodes first, then those unused for longest."""
-        free = sorted((slot for slot in self._slots if not slot.busy), key=attrgetter("last_used"))
-        return dict.fromkeys(sorted(free, key=lambda slot: slot.episode_id != ""))
+    def free(self, needed_by: Callable[[Slot], int]) -> dict[Slot, int]:
+        """Those that may be overwritten, and the number of the episode that needs what is there, or 0.
+
+        Those of ended episodes come first, and last those that are needed, by the episodes with the highest numbers
+        first; otherwise those unused for longest.
+        """
+        free = {slot: needed_by(slot) for slot in self._slots if not slot.busy}
+        order = sorted(free, key=lambda slot: (slot.episode_id != "", free[slot] > 0, -free[slot], slot.last_used))
+        return {slot: free[slot] for slot in order}
 
     def fill(self, slot: Slot, adapter: str, trunk: Trunk | None, own: list[int], cached: int) -> None:
         """Make `own` the slot's tokens, of which the first `cached` are in place."""
@@ -221,8 +228,9 @@ class Slots:
             trunk.last_used = slot.last_used
         self._index(slot)
 
-    def keep_for(self, episode_id: str, slot: Slot) -> None:
-        """The slot is an episode's from now on, until that is over."""
+    def keep_for(self, episode_id: str, call: int, slot: Slot) -> None:
+        """The slot is an episode's from this call on, until that is over."""
+        slot.call = call
         if slot.episode_id != episode_id:
             self._by_episode[slot.episode_id].discard(slot)
             if not self._by_episode[slot.episode_id]:
