@@ -941,7 +941,7 @@ def test_a_thousand_calls_are_recorded_as_they_were_sampled() -> None:
 
     with real_model() as (model, logged):
         episodes = play(model, work, episodes=64, timeout_s=300)
-        assert logged.sampler._pending == set()
+        assert logged.sampler._pending == {}
         assert len(logged.sampler._episodes) == 0
     for episode in episodes:
         assert episode.error is None, episode.error.traceback or episode.error

@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -39,6 +39,8 @@ class Request:
     slot: Slot
     source: tuple[Slot, int] | None = None
     """Where so many tokens of its prompt were to be computed when it last asked for a slot."""
+    task: asyncio.Task[Any] | None = None
+    """The one that waits for it."""
     held_back: bool = False
     """Whether older episodes needed all slots when it last asked for one."""
 

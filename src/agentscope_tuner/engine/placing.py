@@ -135,7 +135,7 @@ class Placing:
                 self.copies.append((best.index, slot.index, overlap))
             self._slots.fill(slot, request.adapter, trunk, own, overlap)
             slot.busy = True
-            del free[slot]
+            free.pop(slot, None)  # it is not there where another agent of the same episode acts
             self._slots.keep_for(request.episode_id, request.order[1], slot)
             request.slot = slot
             active += 1

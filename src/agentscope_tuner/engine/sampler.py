@@ -12,9 +12,12 @@ of them have asked again. Batches depend on nothing else.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable
 from contextlib import suppress
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
+from weakref import WeakSet
 
 from agentscope_tuner.config import EngineConfig
 from agentscope_tuner.engine.completions import Completions, Over, Request
@@ -30,6 +33,8 @@ from agentscope_tuner.policy import Sample, SamplingParams, room_for_tokens
 _BUNCH = 3
 """Waiting requests begin once they are at least this fraction (one over it) of the active ones."""
 _PATIENCE_SLICE_S = 0.01
+_LOOP_TURNS = 32
+"""So many turns the event loop takes before nothing more is expected of whoever waited for a task that has ended."""
 _CROWD, _CROWD_SHARE = 32, 8
 """Once so many requests have come, or half as many while others act, a small model goes on with them, if they are this
 fraction (one over it) of the open episodes. So some act while others are computed, and not all at the same time."""
@@ -75,11 +80,13 @@ class Sampler:
         self.rows_decoded = 0
         """Tokens that were run to draw the next one, guesses included."""
         self._episodes = Episodes()
-        self._away: set[str] = set()
-        """Open episodes that are between two calls."""
+        self._away: dict[str, set[asyncio.Task[Any] | None]] = {}
+        """Open episodes that are between two calls, and in which tasks; None: they have just begun, or go on."""
+        self._watched: WeakSet[asyncio.Task[Any]] = WeakSet()
+        """Tasks of whose end we are told."""
         self._quiet = asyncio.Event()
-        self._pending: set[Request] = set()
-        """Everybody who awaits a completion: in one of the next two lists, or among the completions."""
+        self._pending: dict[str, set[Request]] = {}
+        """By episode, everybody who awaits a completion: in one of the next two lists, or among the completions."""
         self._waiting: list[Request] = []
         self._prefilling: list[Request] = []
         """Those with a slot, of whose prompts something is not computed."""
@@ -114,10 +121,9 @@ class Sampler:
     def close_episode(self, episode_id: str) -> None:
         """The episode is over; whatever it still waits for is dropped."""
         self._episodes.close(episode_id)
-        self._return(episode_id)
-        for request in [r for r in self._pending if r.episode_id == episode_id]:
+        self._no_longer_away(episode_id)
+        for request in self._pending.pop(episode_id, ()):
             self._drop(request)
-            self._pending.discard(request)
             request.future.cancel()
         self._slots.end_episode(episode_id)
         for request in self._waiting:
@@ -125,12 +131,12 @@ class Sampler:
 
     def pause_episode(self, episode_id: str) -> None:
         """The episode waits for somebody else; do not wait for it."""
-        self._return(episode_id)
+        self._no_longer_away(episode_id)
 
     def resume_episode(self, episode_id: str) -> None:
-        """The episode goes on."""
+        """The episode goes on, in this task."""
         if episode_id in self._episodes:
-            self._leave(episode_id)
+            self._leave(episode_id, asyncio.current_task())
 
     async def sample(
         self,
@@ -157,8 +163,9 @@ class Sampler:
             on_token=on_token,
             budget=min(params.max_tokens, room),
             slot=NO_SLOT,
+            task=asyncio.current_task(),
         )
-        self._pending.add(request)
+        self._pending.setdefault(episode_id, set()).add(request)
         self._waiting.append(request)
         self._return(episode_id)
         if self._pump is None or self._pump.done():
@@ -177,9 +184,9 @@ class Sampler:
             self._drop(request)
             raise
         finally:
-            self._pending.discard(request)
+            self._no_longer_pending(request)
             if episode_id in self._episodes:
-                self._leave(episode_id)
+                self._leave(episode_id, request.task)
 
     def weights_changed(self, version: int) -> None:
         """Take the model's new weights; nothing that was computed with the old ones is used again.
@@ -208,14 +215,48 @@ class Sampler:
             self._drafts.forget()
         self._completions = Completions(len(self._slots), self._loaded.end_of_turn_ids, self._said_stop, self._drafts)
 
-    def _leave(self, episode_id: str) -> None:
-        self._away.add(episode_id)
+    def _leave(self, episode_id: str, task: asyncio.Task[Any] | None = None) -> None:
+        """An episode acts, in a task; it is waited for."""
+        acting = self._away.setdefault(episode_id, set())
+        if task is not None and task not in self._watched and self._asks_elsewhere(episode_id, task):
+            self._watched.add(task)
+            task.add_done_callback(partial(self._ended, episode_id))
+        acting.add(task)
         self._quiet.clear()
 
     def _return(self, episode_id: str) -> None:
-        self._away.discard(episode_id)
+        """It asks for something, in this task."""
+        if (acting := self._away.get(episode_id)) is not None:
+            acting -= {None, asyncio.current_task(), *(task for task in acting if task is not None and task.done())}
+            if not acting:
+                self._no_longer_away(episode_id)
+
+    def _ended(self, episode_id: str, task: asyncio.Task[Any], turns: int = _LOOP_TURNS) -> None:
+        """One of its tasks is over. If nothing comes of that, only the others are waited for, if there are any."""
+        acting = self._away.get(episode_id, set())
+        if task not in acting or not (len(acting) > 1 or self._asks_elsewhere(episode_id, task)):
+            return
+        if turns:
+            asyncio.get_running_loop().call_soon(self._ended, episode_id, task, turns - 1)
+            return
+        acting.discard(task)
+        if not acting:
+            self._no_longer_away(episode_id)
+
+    def _no_longer_away(self, episode_id: str) -> None:
+        self._away.pop(episode_id, None)
         if not self._away:
             self._quiet.set()
+
+    def _asks_elsewhere(self, episode_id: str, task: asyncio.Task[Any]) -> bool:
+        """Whether another task of an episode waits for a completion."""
+        return any(request.task is not task for request in self._pending.get(episode_id, ()))
+
+    def _no_longer_pending(self, request: Request) -> None:
+        pending = self._pending.get(request.episode_id, set())
+        pending.discard(request)
+        if not pending:
+            self._pending.pop(request.episode_id, None)
 
     async def _run(self) -> None:
         self._quiet = asyncio.Event()  # events belong to the loop they are awaited in
@@ -248,10 +289,10 @@ class Sampler:
 
     def _fail(self, exc: Exception) -> None:
         """Everybody who waits has to hear of an error."""
-        for request in self._pending:
+        for request in itertools.chain(*self._pending.values()):
             if not request.future.done():
                 request.future.set_exception(exc)
-        self._pending, self._waiting, self._prefilling, self._over = set(), [], [], []
+        self._pending, self._waiting, self._prefilling, self._over = {}, [], [], []
         self._forget()
 
     @property
@@ -431,4 +472,4 @@ class Sampler:
                 request.future.set_result(Sample(token_ids, logprobs, finish_reason, self.policy_version))
                 # Its episode can go on; it is waited for before the next batch.
                 if request.episode_id in self._episodes:
-                    self._leave(request.episode_id)
+                    self._leave(request.episode_id, request.task)
