@@ -1128,5 +1128,7 @@ def test_waiting_in_vain_is_unlearned_only_by_waiting_with_success(tiny_model_di
 
     asyncio.run(everything(0.0, 0.6))  # the second one calls a slow tool first
     assert sampler._patience == pytest.approx(0.1)
+    asyncio.run(everything(0.0, 0.0, 0.001))  # so little time would have been given anyway
+    assert sampler._patience == pytest.approx(0.1)
     asyncio.run(everything(0.0, 0.02))
     assert sampler._patience == pytest.approx(0.2)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -32,7 +33,9 @@ from agentscope_tuner.policy import Sample, SamplingParams, room_for_tokens
 
 _BUNCH = 3
 """Waiting requests begin once they are at least this fraction (one over it) of the active ones."""
-_PATIENCE_SLICE_S = 0.01
+_PATIENCE_SLICE_S, _LEAST_PATIENCE_S = 0.01, 0.0025
+_NEEDED_SHARE = 8
+"""Patience that was lost is regained where at least this fraction (one over it) of what is left was needed."""
 _LOOP_TURNS = 32
 """So many turns the event loop takes before nothing more is expected of whoever waited for a task that has ended."""
 _CROWD, _CROWD_SHARE = 32, 8
@@ -328,18 +331,21 @@ class Sampler:
             return
         # Patience is spent in slices, so that a pause of the whole process costs one of them, not all; and
         # anew while another step is computed.
+        begun, slice_s = time.monotonic(), min(_PATIENCE_SLICE_S, self._patience)
         step, spent = self._step, 0
-        while spent < int(self._patience / _PATIENCE_SLICE_S):
+        while spent * slice_s < self._patience:
             with suppress(TimeoutError):
-                async with asyncio.timeout(_PATIENCE_SLICE_S):
+                async with asyncio.timeout(slice_s):
                     await self._quiet.wait()
             if not self._away:
-                self._patience = min(self._patience * 2, self._most_patience)
+                # That those who need no time come back says nothing about others.
+                if _NEEDED_SHARE * (time.monotonic() - begun) > self._patience:
+                    self._patience = min(self._patience * 2, self._most_patience)
                 return
             step, spent = self._step, spent + 1 if self._step is step else 0
         # Slow ones are not waited for again until they have come back; and where waiting proves useless, as with tools
         # that call over a network, there is less and less of it.
-        self._patience = max(self._patience / 2, min(_PATIENCE_SLICE_S, self._most_patience))
+        self._patience = max(self._patience / 2, min(_LEAST_PATIENCE_S, self._most_patience))
         self._away.clear()
         self._quiet.set()
 
