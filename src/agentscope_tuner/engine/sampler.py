@@ -1,8 +1,8 @@
 """The sampler: continuous batching over all running episodes, with every shared prefix computed once.
 
 Agents and sampler share one event loop. Before each batch the sampler waits, within its patience, until every open
-episode has asked for something or ended; so batches depend on what the episodes do, not on the clock, and equal seeds
-give equal bits.
+episode has asked for something or ended, in each task in which it acts; so batches depend on what the episodes do, not
+on the clock, and equal seeds give equal bits.
 
 A small model is computed by helping threads meanwhile. Then agents act during the batch that follows the one in which
 their completions ended, however long it takes, and the one after it is theirs again; where many act, as soon as some
