@@ -45,7 +45,7 @@ def settings_for(train: str) -> list[str]:
         # Most games are against what the other side was at first, or after ten steps.
         "roles.opponent_pool.probability=0.8",
         "roles.opponent_pool.interval_steps=10",
-        # Nine players of each game have a context of their own. Of more games they would take them from one another.
+        # Nine players of each game have a context of their own; there is no room for those of more games.
         "workflow.max_concurrency=64",
         "model.lora.rank=16",
         # Adapters start at zero and are few weights, so they take longer steps.

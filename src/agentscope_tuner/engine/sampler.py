@@ -84,7 +84,7 @@ class Sampler:
         """Tokens that were run to draw the next one, guesses included."""
         self._episodes = Episodes()
         self._away: dict[str, set[asyncio.Task[Any] | None]] = {}
-        """Open episodes that are between two calls, and in which tasks; None: they have just begun, or go on."""
+        """Open episodes that are between two calls, and in which tasks; None: they have just begun."""
         self._watched: WeakSet[asyncio.Task[Any]] = WeakSet()
         """Tasks of whose end we are told."""
         self._quiet = asyncio.Event()
