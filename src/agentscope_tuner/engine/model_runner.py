@@ -29,7 +29,15 @@ from agentscope_tuner.engine.attention import (
     SlotRows,
 )
 from agentscope_tuner.engine.completions import Drawing, Lines, Work, count_up
-from agentscope_tuner.engine.decoder import Decoder, GpuDecoder, Speakers, Voices, WholeDecoder, cache_shape
+from agentscope_tuner.engine.decoder import (
+    Decoder,
+    GpuDecoder,
+    ModuleDecoder,
+    Speakers,
+    Voices,
+    WholeDecoder,
+    cache_shape,
+)
 from agentscope_tuner.engine.decoder_choice import choose_decoder
 from agentscope_tuner.engine.fast_forms import has_whole_form, kernels_for
 from agentscope_tuner.engine.kv_cache import KVCache, PrefixStack
@@ -219,6 +227,16 @@ class ModelRunner:
     def overlaps(self) -> bool:
         """Whether what was begun goes on while something else is done."""
         return self.small or self._on_gpu is not None
+
+    @property
+    def may_compute_in_thread(self) -> bool:
+        """Whether any thread may finish what was begun, while others read the model."""
+        return self._on_gpu is None and not self.runs_modules
+
+    @property
+    def runs_modules(self) -> bool:
+        """Whether the model's own modules compute; they hold one adapter at a time."""
+        return isinstance(self.decoder, ModuleDecoder)
 
     @property
     def draws(self) -> bool:

@@ -100,7 +100,7 @@ class Way(IntEnum):
 
 
 class Job(Generic[R]):
-    """What helpers of this thread compute. It has to be finished: until then it is being written to."""
+    """What helping threads compute. It has to be finished, by any one thread: until then it is being written to."""
 
     def __init__(self, finish: Callable[[int], None], address: int, result: R, reads: object) -> None:
         self._finish = finish

@@ -7,6 +7,9 @@ on the clock, and equal seeds give equal bits.
 A small model is computed by helping threads meanwhile. Then agents act during the batch that follows the one in which
 their completions ended, however long it takes, and the one after it is theirs again; where many act, as soon as some
 of them have asked again. Batches depend on nothing else.
+
+Who acts for longer than patience lasts, calls a tool over a network, say. Meanwhile steps are computed in a thread, so
+that the event loop serves each of the call's waits at once.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,7 +26,6 @@ from weakref import WeakSet
 
 from agentscope_tuner.config import EngineConfig
 from agentscope_tuner.engine.completions import Completions, Over, Request
-from agentscope_tuner.engine.decoder import ModuleDecoder
 from agentscope_tuner.engine.drafts import Drafts
 from agentscope_tuner.engine.model_runner import STEPS, ModelRunner
 from agentscope_tuner.engine.models import LoadedModel
@@ -85,6 +88,8 @@ class Sampler:
         self._episodes = Episodes()
         self._away: dict[str, set[asyncio.Task[Any] | None]] = {}
         """Open episodes that are between two calls, and in which tasks; None: they have just begun."""
+        self._slow: set[str] = set()
+        """Open episodes that patience did not wait for, until they come back or end."""
         self._watched: WeakSet[asyncio.Task[Any]] = WeakSet()
         """Tasks of whose end we are told."""
         self._quiet = asyncio.Event()
@@ -102,6 +107,9 @@ class Sampler:
         self._pump: asyncio.Task[None] | None = None
         self._step: _Step | None = None
         """The one that is being computed, if there is any."""
+        self._thread = ThreadPoolExecutor(1, "sampler")
+        self._computing: Future[object] | None = None
+        """What this thread computes of it, if anything."""
         self._forget()
 
     @property
@@ -112,7 +120,7 @@ class Sampler:
     @property
     def runs_modules(self) -> bool:
         """Whether the model's own modules compute; they hold one adapter at a time."""
-        return isinstance(self._runner.decoder, ModuleDecoder)
+        return self._runner.runs_modules
 
     # ------------------------------------------------------------------------------------------- the policy
 
@@ -124,6 +132,7 @@ class Sampler:
     def close_episode(self, episode_id: str) -> None:
         """The episode is over; whatever it still waits for is dropped."""
         self._episodes.close(episode_id)
+        self._slow.discard(episode_id)
         self._no_longer_away(episode_id)
         for request in self._pending.pop(episode_id, ()):
             self._drop(request)
@@ -229,6 +238,7 @@ class Sampler:
 
     def _return(self, episode_id: str) -> None:
         """It asks for something, in this task."""
+        self._slow.discard(episode_id)
         if (acting := self._away.get(episode_id)) is not None:
             acting -= {None, asyncio.current_task(), *(task for task in acting if task is not None and task.done())}
             if not acting:
@@ -280,6 +290,9 @@ class Sampler:
                     if self._runner.overlaps:
                         await self._settle()
                         self._admit()
+                    if self._slow and self._step is not None and self._runner.may_compute_in_thread:
+                        self._computing = self._thread.submit(self._step.compute)
+                        await asyncio.shield(asyncio.wrap_future(self._computing))
                 finally:
                     self._complete()
         except Exception as exc:
@@ -346,6 +359,7 @@ class Sampler:
         # Slow ones are not waited for again until they have come back; and where waiting proves useless, as with tools
         # that call over a network, there is less and less of it.
         self._patience = max(self._patience / 2, min(_LEAST_PATIENCE_S, self._most_patience))
+        self._slow |= self._away.keys()
         self._away.clear()
         self._quiet.set()
 
@@ -442,8 +456,9 @@ class Sampler:
     def _join(self) -> _Step | None:
         """Compute what is left of the step that was begun, if there is one."""
         step, self._step = self._step, None
+        computing, self._computing = self._computing, None
         if step is not None:
-            step.compute()
+            (step.compute if computing is None else computing.result)()
         return step
 
     def _complete(self) -> None:
