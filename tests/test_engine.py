@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-import time
 from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
@@ -1113,71 +1112,3 @@ def test_a_forward_pass_with_other_gradients_is_not_used(
             NativeKernels, name, lambda *args, wrong=wrong: tuple(factor * grad for grad in wrong(*args))
         )
     assert choose_forward(loaded, native_kernels(), wide=wide and dtype == "bfloat16") == loaded.hidden_states
-
-
-def test_waiting_in_vain_is_unlearned_only_by_waiting_with_success(tiny_model_dir: Path) -> None:
-    sampler = start(load(tiny_model_dir), patience_ms=200)
-
-    async def episode(name: str, pause: float) -> None:
-        sampler.open_episode(name)
-        await asyncio.sleep(pause)
-        await sampler.sample([5, 6, 7], SamplingParams(max_tokens=30), episode_id=name)
-        sampler.close_episode(name)
-
-    async def everything(*pauses: float) -> None:
-        await asyncio.gather(*(episode(f"e{i}", pause) for i, pause in enumerate(pauses)))
-
-    asyncio.run(everything(0.0, 0.6))  # the second one calls a slow tool first
-    assert sampler._patience == pytest.approx(0.1)
-    asyncio.run(everything(0.0, 0.0, 0.001))  # so little time would have been given anyway
-    assert sampler._patience == pytest.approx(0.1)
-    asyncio.run(everything(0.0, 0.02))
-    assert sampler._patience == pytest.approx(0.2)
-
-
-@pytest.mark.parametrize("kernels", [True, False])
-def test_slow_tools_get_on_while_a_step_is_computed(
-    kernels: bool, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not kernels:
-        monkeypatch.setattr(fast_forms, "native_kernels", lambda: None)
-    sampler = start(load(tiny_model_dir), patience_ms=4)
-    assert sampler._runner.small == kernels
-    plan, steps = sampler._plan, 0
-
-    def plan_slow_step() -> object:
-        step = plan()
-
-        def compute() -> None:
-            nonlocal steps
-            steps += 1
-            time.sleep(0.1)
-            step.compute()
-
-        return step._replace(compute=compute)
-
-    monkeypatch.setattr(sampler, "_plan", plan_slow_step)
-
-    async def ask(name: str, tokens: int) -> None:
-        params = SamplingParams(max_tokens=tokens)
-        await sampler.sample([5, 6, 7], params, episode_id=name, on_token=lambda token: None)  # so a step draws one
-
-    async def with_tool() -> int:
-        sampler.open_episode("with tool")
-        await asyncio.sleep(0.1)  # patience ends
-        begun = steps
-        for _ in range(20):  # as a call over a network has to wait several times
-            await asyncio.sleep(0.001)
-        taken = steps - begun
-        await ask("with tool", 1)
-        sampler.close_episode("with tool")
-        return taken
-
-    async def both() -> int:
-        sampler.open_episode("other")
-        _, taken = await asyncio.gather(ask("other", 20), with_tool())
-        sampler.close_episode("other")
-        return taken
-
-    assert asyncio.run(both()) <= 3
-    assert not sampler._slow
