@@ -26,10 +26,15 @@ async def ask(sampler: Sampler, tokens: int, heard: list[int] | None = None) -> 
     await sampler.sample([7] * 20, SamplingParams(max_tokens=tokens, seed=tokens), episode_id="all", on_token=on_token)
 
 
-def test_nobody_waits_for_agents_that_are_done(sampler: Sampler) -> None:
+@pytest.mark.parametrize("own", [False, True], ids=["only agents ask", "who starts them asks as well"])
+def test_nobody_waits_for_who_does_not_act(own: bool, sampler: Sampler) -> None:
+    """Neither for agents that are done, nor for whoever waits for agents."""
+
     async def episode() -> None:
         sampler.open_episode("all")
         for _ in range(2):
+            if own:
+                await ask(sampler, 2)
             await asyncio.gather(*(ask(sampler, tokens) for tokens in (1, 3, 9, 27)))
         sampler.close_episode("all")
 

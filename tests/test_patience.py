@@ -26,16 +26,17 @@ def test_waiting_in_vain_is_unlearned_only_by_waiting_with_success(tiny_model_di
         await asyncio.gather(*(episode(f"e{i}", pause) for i, pause in enumerate(pauses)))
 
     asyncio.run(everything(0.0, 0.6))  # the second one calls a slow tool first
-    assert sampler._patience == pytest.approx(0.1)
+    assert sampler._patience.seconds == pytest.approx(0.1)
     asyncio.run(everything(0.0, 0.0, 0.001))  # so little time would have been given anyway
-    assert sampler._patience == pytest.approx(0.1)
+    assert sampler._patience.seconds == pytest.approx(0.1)
     asyncio.run(everything(0.0, 0.02))
-    assert sampler._patience == pytest.approx(0.2)
+    assert sampler._patience.seconds == pytest.approx(0.2)
 
 
 @pytest.mark.parametrize("kernels", [True, False])
+@pytest.mark.parametrize("other", ["other episode", "with tool"], ids=["of another episode", "of another agent"])
 def test_slow_tools_get_on_while_a_step_is_computed(
-    kernels: bool, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+    other: str, kernels: bool, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not kernels:
         monkeypatch.setattr(fast_forms, "native_kernels", lambda: None)
@@ -60,22 +61,27 @@ def test_slow_tools_get_on_while_a_step_is_computed(
         params = SamplingParams(max_tokens=tokens)
         await sampler.sample([5, 6, 7], params, episode_id=name, on_token=lambda token: None)  # so a step draws one
 
+    async def others() -> None:
+        for _ in range(10):
+            await ask(other, 2)
+
     async def with_tool() -> int:
-        sampler.open_episode("with tool")
+        await ask("with tool", 1)
         await asyncio.sleep(0.1)  # patience ends
         begun = steps
         for _ in range(20):  # as a call over a network has to wait several times
             await asyncio.sleep(0.001)
         taken = steps - begun
         await ask("with tool", 1)
-        sampler.close_episode("with tool")
         return taken
 
     async def both() -> int:
-        sampler.open_episode("other")
-        _, taken = await asyncio.gather(ask("other", 20), with_tool())
-        sampler.close_episode("other")
+        sampler.open_episode(other)
+        sampler.open_episode("with tool")
+        _, taken = await asyncio.gather(others(), with_tool())
+        sampler.close_episode(other)
+        sampler.close_episode("with tool")
         return taken
 
     assert asyncio.run(both()) <= 3
-    assert not sampler._slow
+    assert not sampler._patience.ended

@@ -16,19 +16,16 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
-from functools import partial
-from typing import Any, NamedTuple
-from weakref import WeakSet
+from typing import NamedTuple
 
 from agentscope_tuner.config import EngineConfig
 from agentscope_tuner.engine.completions import Completions, Over, Request
 from agentscope_tuner.engine.drafts import Drafts
 from agentscope_tuner.engine.model_runner import STEPS, ModelRunner
 from agentscope_tuner.engine.models import LoadedModel
+from agentscope_tuner.engine.patience import Patience
 from agentscope_tuner.engine.placing import FEW, NO_SLOT, Episodes, Placing
 from agentscope_tuner.engine.slots import Slot, Slots
 from agentscope_tuner.engine.stopping import StopStrings
@@ -36,11 +33,6 @@ from agentscope_tuner.policy import Sample, SamplingParams, room_for_tokens
 
 _BUNCH = 3
 """Waiting requests begin once they are at least this fraction (one over it) of the active ones."""
-_PATIENCE_SLICE_S, _LEAST_PATIENCE_S = 0.01, 0.0025
-_NEEDED_SHARE = 8
-"""Patience that was lost is regained where at least this fraction (one over it) of what is left was needed."""
-_LOOP_TURNS = 32
-"""So many turns the event loop takes before nothing more is expected of whoever waited for a task that has ended."""
 _CROWD, _CROWD_SHARE = 32, 8
 """Once so many requests have come, or half as many while others act, a small model goes on with them, if they are this
 fraction (one over it) of the open episodes. So some act while others are computed, and not all at the same time."""
@@ -79,22 +71,15 @@ class Sampler:
         self._runner = ModelRunner(loaded, engine)
         self._draft_tokens = engine.draft_tokens
         self._drafts = Drafts(self._runner.cache.kernels) if self._runner.cache.kernels is not None else None
-        self._patience = self._most_patience = engine.patience_ms / 1000
         self.policy_version = 0
         self.tokens_sampled = 0
         self.tokens_prefilled = 0
         self.rows_decoded = 0
         """Tokens that were run to draw the next one, guesses included."""
         self._episodes = Episodes()
-        self._away: dict[str, set[asyncio.Task[Any] | None]] = {}
-        """Open episodes that are between two calls, and in which tasks; None: they have just begun."""
-        self._slow: set[str] = set()
-        """Open episodes that patience did not wait for, until they come back or end."""
-        self._watched: WeakSet[asyncio.Task[Any]] = WeakSet()
-        """Tasks of whose end we are told."""
-        self._quiet = asyncio.Event()
         self._pending: dict[str, set[Request]] = {}
         """By episode, everybody who awaits a completion: in one of the next two lists, or among the completions."""
+        self._patience = Patience(engine.patience_ms / 1000, self._pending)
         self._waiting: list[Request] = []
         self._prefilling: list[Request] = []
         """Those with a slot, of whose prompts something is not computed."""
@@ -127,13 +112,12 @@ class Sampler:
     def open_episode(self, episode_id: str) -> None:
         """An episode begins and will call `sample`."""
         self._episodes.open(episode_id)
-        self._leave(episode_id)
+        self._patience.leave(episode_id)
 
     def close_episode(self, episode_id: str) -> None:
         """The episode is over; whatever it still waits for is dropped."""
         self._episodes.close(episode_id)
-        self._slow.discard(episode_id)
-        self._no_longer_away(episode_id)
+        self._patience.close(episode_id)
         for request in self._pending.pop(episode_id, ()):
             self._drop(request)
             request.future.cancel()
@@ -143,12 +127,12 @@ class Sampler:
 
     def pause_episode(self, episode_id: str) -> None:
         """The episode waits for somebody else; do not wait for it."""
-        self._no_longer_away(episode_id)
+        self._patience.pause(episode_id)
 
     def resume_episode(self, episode_id: str) -> None:
         """The episode goes on, in this task."""
         if episode_id in self._episodes:
-            self._leave(episode_id, asyncio.current_task())
+            self._patience.leave(episode_id, asyncio.current_task())
 
     async def sample(
         self,
@@ -179,7 +163,7 @@ class Sampler:
         )
         self._pending.setdefault(episode_id, set()).add(request)
         self._waiting.append(request)
-        self._return(episode_id)
+        self._patience.come_back(episode_id, request.task)
         if self._pump is None or self._pump.done():
             self._pump = asyncio.get_running_loop().create_task(self._run(), name="sampler")
         self._arrived += 1
@@ -198,7 +182,7 @@ class Sampler:
         finally:
             self._no_longer_pending(request)
             if episode_id in self._episodes:
-                self._leave(episode_id, request.task)
+                self._patience.leave(episode_id, request.task)
 
     def weights_changed(self, version: int) -> None:
         """Take the model's new weights; nothing that was computed with the old ones is used again.
@@ -227,44 +211,6 @@ class Sampler:
             self._drafts.forget()
         self._completions = Completions(len(self._slots), self._loaded.end_of_turn_ids, self._said_stop, self._drafts)
 
-    def _leave(self, episode_id: str, task: asyncio.Task[Any] | None = None) -> None:
-        """An episode acts, in a task; it is waited for."""
-        acting = self._away.setdefault(episode_id, set())
-        if task is not None and task not in self._watched and self._asks_elsewhere(episode_id, task):
-            self._watched.add(task)
-            task.add_done_callback(partial(self._ended, episode_id))
-        acting.add(task)
-        self._quiet.clear()
-
-    def _return(self, episode_id: str) -> None:
-        """It asks for something, in this task."""
-        self._slow.discard(episode_id)
-        if (acting := self._away.get(episode_id)) is not None:
-            acting -= {None, asyncio.current_task(), *(task for task in acting if task is not None and task.done())}
-            if not acting:
-                self._no_longer_away(episode_id)
-
-    def _ended(self, episode_id: str, task: asyncio.Task[Any], turns: int = _LOOP_TURNS) -> None:
-        """One of its tasks is over. If nothing comes of that, only the others are waited for, if there are any."""
-        acting = self._away.get(episode_id, set())
-        if task not in acting or not (len(acting) > 1 or self._asks_elsewhere(episode_id, task)):
-            return
-        if turns:
-            asyncio.get_running_loop().call_soon(self._ended, episode_id, task, turns - 1)
-            return
-        acting.discard(task)
-        if not acting:
-            self._no_longer_away(episode_id)
-
-    def _no_longer_away(self, episode_id: str) -> None:
-        self._away.pop(episode_id, None)
-        if not self._away:
-            self._quiet.set()
-
-    def _asks_elsewhere(self, episode_id: str, task: asyncio.Task[Any]) -> bool:
-        """Whether another task of an episode waits for a completion."""
-        return any(request.task is not task for request in self._pending.get(episode_id, ()))
-
     def _no_longer_pending(self, request: Request) -> None:
         pending = self._pending.get(request.episode_id, set())
         pending.discard(request)
@@ -272,14 +218,12 @@ class Sampler:
             self._pending.pop(request.episode_id, None)
 
     async def _run(self) -> None:
-        self._quiet = asyncio.Event()  # events belong to the loop they are awaited in
-        if not self._away:
-            self._quiet.set()
+        self._patience.enter_loop()
         try:
             while True:
                 if not (self._runner.overlaps and self._begun):
                     self._deliver()
-                    await self._settle()
+                    await self._patience.last(lambda: self._step)
                     if not (self._waiting or self._begun):
                         return
                 if self._step is None:
@@ -288,9 +232,9 @@ class Sampler:
                     # Those whose completions ended in the last step act while this one is computed, and take part in
                     # the next one: also where it would have been over before.
                     if self._runner.overlaps:
-                        await self._settle()
+                        await self._patience.last(lambda: self._step)
                         self._admit()
-                    if self._slow and self._step is not None and self._runner.may_compute_in_thread:
+                    if self._patience.ended and self._step is not None and self._runner.may_compute_in_thread:
                         self._computing = self._thread.submit(self._step.compute)
                         await asyncio.shield(asyncio.wrap_future(self._computing))
                 finally:
@@ -300,7 +244,7 @@ class Sampler:
 
     def _may_go_on(self) -> bool:
         """Whether to begin with those who have come, of many who are about to ask for something."""
-        crowd = _CROWD // 2 if self._away else _CROWD
+        crowd = _CROWD // 2 if self._patience else _CROWD
         return self._runner.small and self._arrived >= max(crowd, len(self._episodes) / _CROWD_SHARE)
 
     def _fail(self, exc: Exception) -> None:
@@ -308,7 +252,8 @@ class Sampler:
         for request in itertools.chain(*self._pending.values()):
             if not request.future.done():
                 request.future.set_exception(exc)
-        self._pending, self._waiting, self._prefilling, self._over = {}, [], [], []
+        self._pending.clear()
+        self._waiting, self._prefilling, self._over = [], [], []
         self._forget()
 
     @property
@@ -319,7 +264,7 @@ class Sampler:
     @property
     def _under_way(self) -> int:
         """How many requests have slots, or are about to come back to one."""
-        return self._begun + len(self._over) + len(self._away)
+        return self._begun + len(self._over) + len(self._patience)
 
     @property
     def _may_admit(self) -> bool:
@@ -337,39 +282,13 @@ class Sampler:
             return len(self._waiting)
         return sum(not request.held_back for request in self._waiting)
 
-    async def _settle(self) -> None:
-        """Let every open episode that can run do so, until all of them wait or patience ends."""
-        await asyncio.sleep(0)
-        if not self._away:
-            return
-        # Patience is spent in slices, so that a pause of the whole process costs one of them, not all; and
-        # anew while another step is computed.
-        begun, slice_s = time.monotonic(), min(_PATIENCE_SLICE_S, self._patience)
-        step, spent = self._step, 0
-        while spent * slice_s < self._patience:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(slice_s):
-                    await self._quiet.wait()
-            if not self._away:
-                # That those who need no time come back says nothing about others.
-                if _NEEDED_SHARE * (time.monotonic() - begun) > self._patience:
-                    self._patience = min(self._patience * 2, self._most_patience)
-                return
-            step, spent = self._step, spent + 1 if self._step is step else 0
-        # Slow ones are not waited for again until they have come back; and where waiting proves useless, as with tools
-        # that call over a network, there is less and less of it.
-        self._patience = max(self._patience / 2, min(_LEAST_PATIENCE_S, self._most_patience))
-        self._slow |= self._away.keys()
-        self._away.clear()
-        self._quiet.set()
-
     def _admit(self) -> None:
         """Give waiting requests their slots, if they should begin now."""
         if not self._may_admit:
             return
         # Episodes between two calls come back to what their slots hold; nobody takes these from them meanwhile.
         free = self._slots.free(self._episodes.needing)
-        free = {slot: number for slot, number in free.items() if slot.episode_id not in self._away}
+        free = {slot: number for slot, number in free.items() if slot.episode_id not in self._patience}
         self._waiting.sort(key=lambda request: request.order)
         chosen, others = self._waiting[: len(free)], self._waiting[len(free) :]
         self._placing.place(chosen, free, {} if self._step is None else self._step.plan, self._under_way)
@@ -434,7 +353,7 @@ class Sampler:
         for request in complete:
             completions.add(request)
         # Whoever acts now, or waits to share what these steps compute, takes part in those after them.
-        acting = len(self._away) + len(self._over)
+        acting = len(self._patience) + len(self._over)
         awaited = acting or self._prefilling or self._may_admit
         # Of many rows each is paid for, so nothing is lost where some are over before the call is.
         few = max(1, min(STEPS, rows // _CHEAP_ROWS))
@@ -493,4 +412,4 @@ class Sampler:
                 request.future.set_result(Sample(token_ids, logprobs, finish_reason, self.policy_version))
                 # Its episode can go on; it is waited for before the next batch.
                 if request.episode_id in self._episodes:
-                    self._leave(request.episode_id, request.task)
+                    self._patience.leave(request.episode_id, request.task)
