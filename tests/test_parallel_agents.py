@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from engine_tools import load, start
 
+from agentscope_tuner.engine import fast_forms
 from agentscope_tuner.engine.sampler import Sampler
-from agentscope_tuner.policy import SamplingParams
+from agentscope_tuner.policy import Sample, SamplingParams
 
 PATIENCE_S = 10
 
@@ -94,3 +95,46 @@ def test_any_number_of_agents_may_ask_at_once(tiny_model_dir: Path, seed: int) -
 
     asyncio.run(everybody())
     assert not any(slot.episode_id for slot in sampler._slots)
+
+
+@pytest.mark.parametrize("seed", [0, 9, 13, 23])
+def test_equal_seeds_give_equal_bits_however_long_agents_act(
+    seed: int, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Agents start others and speak before and after; PyTorch's products round as the whole batch wants it."""
+    monkeypatch.setattr(fast_forms, "native_kernels", lambda: None)
+
+    def run(hurry: random.Random) -> dict[str, Sample]:
+        sampler = start(load(tiny_model_dir), max_slots=64, patience_ms=1000 * PATIENCE_S)
+        samples: dict[str, Sample] = {}
+
+        async def speak(name: str, episode_id: str, own: random.Random) -> None:
+            prompt = [own.randrange(5, 260) for _ in range(own.randrange(3, 60))]
+            params = SamplingParams(max_tokens=own.randrange(1, 20), seed=own.randrange(1000))
+            samples[name] = await sampler.sample(prompt, params, episode_id=episode_id)
+            await asyncio.sleep(0.004 * hurry.random())
+
+        async def agent(name: str, episode_id: str, own: random.Random, depth: int = 0) -> None:
+            if own.random() < 0.7:
+                await speak(f"{name} first", episode_id, own)
+            if depth < 2 and own.random() < 0.5:
+                started = [(f"{name}.{number}", random.Random(own.random())) for number in range(own.choice([2, 3]))]
+                await asyncio.gather(*(agent(other, episode_id, chance, depth + 1) for other, chance in started))
+            await speak(f"{name} last", episode_id, own)
+
+        async def episode(episode_id: str, gate: asyncio.Semaphore) -> None:
+            async with gate:
+                sampler.open_episode(episode_id)
+                await agent(episode_id, episode_id, random.Random(f"{seed}{episode_id}"))
+                sampler.close_episode(episode_id)
+
+        async def everybody() -> None:
+            gate = asyncio.Semaphore(6)
+            await asyncio.gather(*(episode(f"{number}", gate) for number in range(16)))
+
+        asyncio.run(everybody())
+        return samples
+
+    begun = time.perf_counter()
+    assert run(random.Random(1)) == run(random.Random(2))
+    assert time.perf_counter() - begun < PATIENCE_S

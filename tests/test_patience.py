@@ -9,8 +9,14 @@ from pathlib import Path
 import pytest
 from engine_tools import load, start
 
+from agentscope_tuner.chat import ChatRenderer
+from agentscope_tuner.config import WorkflowConfig
 from agentscope_tuner.engine import fast_forms
 from agentscope_tuner.policy import SamplingParams
+from agentscope_tuner.recorder import PolicyModel
+from agentscope_tuner.rollout import Rollout
+from agentscope_tuner.types import JudgeOutput, Task, WorkflowOutput
+from agentscope_tuner.workflow import JudgeRunner, WorkflowRunner
 
 
 def test_waiting_in_vain_is_unlearned_only_by_waiting_with_success(tiny_model_dir: Path) -> None:
@@ -85,3 +91,50 @@ def test_slow_tools_get_on_while_a_step_is_computed(
 
     assert asyncio.run(both()) <= 3
     assert not sampler._patience.ended
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+def test_the_next_episode_begins_before_the_next_step(
+    kernels: bool, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where `max_concurrency` makes it wait; one is judged before."""
+    if not kernels:
+        monkeypatch.setattr(fast_forms, "native_kernels", lambda: None)
+    sampler = start(load(tiny_model_dir))
+    steps, done, begun = 0, [], []
+    begin, pause, open_episode = sampler._begin, sampler.pause_episode, sampler.open_episode
+
+    def begin_step() -> None:
+        nonlocal steps
+        steps += 1
+        begin()
+
+    def pause_episode(episode_id: str) -> None:
+        done.append(steps)
+        pause(episode_id)
+
+    def open_episode_now(episode_id: str) -> None:
+        begun.append(steps)
+        open_episode(episode_id)
+
+    monkeypatch.setattr(sampler, "_begin", begin_step)
+    monkeypatch.setattr(sampler, "pause_episode", pause_episode)
+    monkeypatch.setattr(sampler, "open_episode", open_episode_now)
+
+    async def workflow(task, model):
+        await model([{"role": "user", "content": "Hello"}], max_tokens=task["tokens"])
+        return WorkflowOutput()
+
+    async def judge(task, response):
+        await asyncio.sleep(0)
+        return JudgeOutput(reward=1.0)
+
+    renderer = ChatRenderer(sampler._loaded.tokenizer)
+    model = PolicyModel(sampler, renderer, frozenset(), "tiny", SamplingParams())
+    config = WorkflowConfig(max_concurrency=4)
+    rollout = Rollout(WorkflowRunner(workflow), JudgeRunner(judge), model, config, 0, {})
+    tasks = [Task(metadata={"tokens": 5 + 9 * number % 37}) for number in range(20)]
+    groups = asyncio.run(rollout.run(tasks, 1, phase="test"))
+    assert [episode.error for group in groups for episode in group.episodes] == [None] * 20
+    assert begun == [0] * 4 + done[:16]
+    assert len({*done}) > 10

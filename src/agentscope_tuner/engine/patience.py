@@ -22,6 +22,9 @@ _NEEDED_SHARE = 8
 """Patience that was lost is regained where at least this fraction (one over it) of what is left was needed."""
 _LOOP_TURNS = 32
 """So many turns the event loop takes before nothing more is expected of whoever waited for a task that has ended."""
+_TURNS_TO_FOLLOW = 8
+"""So many it takes at least before the next step, where others may follow of whom we do not know yet: the next episode
+once one has done its part; other agents, once the first of those that were started together has asked, or some end."""
 
 _Task = asyncio.Task[Any]
 
@@ -48,6 +51,8 @@ class Patience:
         """The same of those that patience did not last for."""
         self._watched: WeakSet[_Task] = WeakSet()
         """Tasks of whose end we are told."""
+        self._turns = 0
+        """So many turns of the event loop are left to those that follow."""
         self._quiet = asyncio.Event()
 
     def __len__(self) -> int:
@@ -77,19 +82,21 @@ class Patience:
         starter = _last_to_ask.get()
         if task is not None:
             _last_to_ask.set(ref(task))
-        here = {None, task, starter and starter()}
         for episodes in (self._away, self._slow):
-            if (acting := episodes.get(episode_id)) is not None:
-                acting -= here
-                acting -= {each for each in acting if each is not None and each.done()}
-                if not acting:
-                    del episodes[episode_id]
+            if (acting := episodes.get(episode_id)) is None:
+                continue
+            acting.discard(task)
+            if others := {each for each in acting if each in (None, starter and starter()) or each.done()}:
+                acting -= others
+                self._turns = _TURNS_TO_FOLLOW
+            if not acting:
+                del episodes[episode_id]
         self._tell()
 
     def pause(self, episode_id: str) -> None:
         """It is not waited for until it acts again."""
-        self._away.pop(episode_id, None)
-        self._tell()
+        self._turns = _TURNS_TO_FOLLOW
+        self._no_longer_away(episode_id)
 
     def close(self, episode_id: str) -> None:
         """It is over."""
@@ -106,7 +113,11 @@ class Patience:
             return
         acting.discard(task)
         if not acting:
-            self.pause(episode_id)
+            self._no_longer_away(episode_id)
+
+    def _no_longer_away(self, episode_id: str) -> None:
+        self._away.pop(episode_id, None)
+        self._tell()
 
     def _asks_elsewhere(self, episode_id: str, task: _Task) -> bool:
         """Whether another task of an episode waits for a completion."""
@@ -128,8 +139,12 @@ class Patience:
             step: what is being computed meanwhile; patience begins anew with the next one.
         """
         await asyncio.sleep(0)
-        if not self._away:
-            return
+        while (not self._away or await self._lasts(step)) and self._turns:
+            self._turns -= 1
+            await asyncio.sleep(0)
+
+    async def _lasts(self, step: Callable[[], object]) -> bool:
+        """Whether all of them come back before it ends."""
         # It is spent in slices, so that a pause of the whole process costs one of them, not all.
         begun, slice_s = time.monotonic(), min(_SLICE_S, self.seconds)
         computed, spent = step(), 0
@@ -141,7 +156,7 @@ class Patience:
                 # That those who need no time come back says nothing about others.
                 if _NEEDED_SHARE * (time.monotonic() - begun) > self.seconds:
                     self.seconds = min(self.seconds * 2, self._most_s)
-                return
+                return True
             earlier, computed = computed, step()
             spent = spent + 1 if computed is earlier else 0
         # Slow ones are not waited for again until they have come back; and where waiting proves useless, as with tools
@@ -151,3 +166,4 @@ class Patience:
             self._slow.setdefault(episode_id, set()).update(acting)
         self._away.clear()
         self._quiet.set()
+        return False
