@@ -267,7 +267,8 @@ class EngineConfig(_Config):
     threads: int | None = Field(default=None, ge=1)
     """CPU threads. None: PyTorch's own choice."""
     patience_ms: int = Field(default=200, ge=0)
-    """How long a batch waits for episodes that are between two calls. Within it, equal seeds give equal bits."""
+    """How long a batch waits for episodes that are between two calls. Within it, equal seeds give equal bits, unless
+    the clock decides which of an episode's agents asks first."""
 
 
 class TrinityConfig(_Config):

@@ -79,14 +79,15 @@ class Patience:
 
     def come_back(self, episode_id: str, task: _Task | None) -> None:
         """It asks for something, in the running task; whoever started that one waits for it."""
-        starter = _last_to_ask.get()
+        asked = _last_to_ask.get()
+        starter = asked and asked()
         if task is not None:
             _last_to_ask.set(ref(task))
         for episodes in (self._away, self._slow):
             if (acting := episodes.get(episode_id)) is None:
                 continue
             acting.discard(task)
-            if others := {each for each in acting if each in (None, starter and starter()) or each.done()}:
+            if others := {each for each in acting if each in (None, starter) or each.done()}:
                 acting -= others
                 self._turns = _TURNS_TO_FOLLOW
             if not acting:
