@@ -374,7 +374,6 @@ def test_gradients_are_exact(tiny_model_dir: Path, gpu: Callable[[bool], None]) 
 def test_copies_follow_one_another() -> None:
     """A slot may be copied to one that is copied in turn, or be overwritten after it was copied."""
     cache = KVCache((2, 1, 4), 4, 8, torch.empty(0))
-    cache.reserve(8)
     for tensor in (*cache.keys, *cache.values):
         tensor.copy_(torch.randn_like(tensor))
     expected = [tensor.clone() for tensor in (*cache.keys, *cache.values)]

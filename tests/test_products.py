@@ -110,7 +110,6 @@ def test_what_modules_write_is_shared_copied_and_read_by_kernels(kernels: Native
     torch.manual_seed(0)
     kv_heads, group, d, shared, tokens = 2, 3, 20, 7, 33
     cache = KVCache((2, kv_heads, d), 3, 200, torch.empty(0, dtype=dtype), kernels)
-    cache.reserve(tokens)
     q = torch.randn(1, kv_heads * group, tokens, d).to(dtype)
     k, v = torch.randn(2, 1, kv_heads, tokens, d).to(dtype)
     expected = CausalLayout().attend(0, q.double(), k.double(), v.double(), d**-0.5)[0]
@@ -126,7 +125,6 @@ def test_what_modules_write_is_shared_copied_and_read_by_kernels(kernels: Native
     whole = attended(1, 0, 0)
     stack = PrefixStack([cache.take(1, 3), cache.take(1, shared)])
     after_trunk = attended(0, shared, 0, stack)
-    cache.reserve(150)
     cache.copy([(1, 2, shared)])
     after_copy = attended(2, shared, shared)
     error = 2**-7 if dtype == torch.bfloat16 else 1e-6

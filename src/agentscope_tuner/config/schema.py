@@ -250,7 +250,8 @@ class EngineConfig(_Config):
     """Sequences decoded, or kept for their next turn, at the same time. Where episodes come back to more of them than
     this, later ones wait for earlier ones."""
     kv_cache_gb: float = Field(default=4.0, gt=0.0)
-    """Upper bound of the key-value cache, in GB; lowers `max_slots` when the context is long."""
+    """Upper bound of the key-value cache, in GB; lowers `max_slots` when the context is long. On a processor, memory is
+    taken as it is used."""
     prefill_tokens: int = Field(default=4096, ge=16)
     """Prompt tokens computed at once."""
     draft_tokens: int = Field(default=16, ge=0)

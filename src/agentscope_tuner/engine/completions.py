@@ -135,8 +135,6 @@ class Lines(NamedTuple):
     """Of all prompts, one after the other."""
     active: list[int]
     """Slots of completions that are not among the prompts."""
-    capacity: int
-    """So many own tokens may slots come to hold."""
     guesses: int
     least: int
     steps: int
@@ -197,8 +195,8 @@ class Completions:
         self._seeds = np.zeros((slots, 2), np.uint64)
         # Of the trunk that each begins with: its place, or -1, and how many tokens it has. The number of its voice.
         self._trunk_of, self._begun, self._voice = np.zeros((3, slots), np.int64)
-        self._most_drawn = self._last_place = 0
-        """Of any completion so far: how many tokens were drawn, and the place of the last one in its slot."""
+        self._most_drawn = 0
+        """How many tokens were drawn, of any completion so far."""
         self._truncating = 0
         """How many requests exclude some tokens, however these are drawn."""
 
@@ -213,8 +211,7 @@ class Completions:
         row, params = request.slot.index, request.params
         self._requests[row] = request
         self._lineup = None
-        self._prompt_end[row] = end = len(request.slot.ids) - 1
-        self._grown_to(0, end)
+        self._prompt_end[row] = len(request.slot.ids) - 1
         self._drawn[row] = self._guessed[row] = self._numbers[row] = 0
         self._budget[row] = request.budget
         self._temperature[row], self._top_k[row], self._top_p[row] = params.temperature, params.top_k, params.top_p
@@ -320,8 +317,7 @@ class Completions:
         self._drawn[rows] = number[last] + 1
         self._guessed[rows] = 0
         if len(rows):
-            drawn = self._drawn[rows]
-            self._grown_to(int(drawn.max()), int((self._prompt_end[rows] + drawn).max()))
+            self._most_drawn = max(self._most_drawn, int(self._drawn[rows].max()))
         stopped = ends[last]
         if self._listeners:
             watched = self._watched[rows].nonzero()[0]
@@ -357,7 +353,6 @@ class Completions:
             least = steps = 1
         more = steps * (guesses + 1)
         self._reserve(self._most_drawn + more + 1)
-        capacity = self._last_place + more
         prompts: list[Prompt] = []
         ids: list[int] = []
         for slot, tokens in plan.items():
@@ -365,17 +360,16 @@ class Completions:
             complete = slot.index in self._requests
             prompts.append(Prompt(slot.index, slot.cached, tokens, complete, *slot.begins, slot.voice))
             ids += slot.ids[slot.cached : end]
-            capacity = max(capacity, end)
         active = [*(self._requests.keys() - {prompt.slot for prompt in prompts})]
         watched: list[tuple[int, int]] = []
         if self._listeners:
             watched = [(row, int(self._drawn[row])) for row, request in self._requests.items() if request.watched]
-        return Lines(self._sheet, prompts, ids, active, capacity, guesses, least, steps, watched)
+        return Lines(self._sheet, prompts, ids, active, guesses, least, steps, watched)
 
     def decoded(self, lines: Lines, outcome: Outcome) -> tuple[list[Over], int]:
         """The requests that are over by what was decoded, and how many tokens of completions were run."""
         over = outcome.over
-        self._grown_to(outcome.most_drawn, outcome.last_place)
+        self._most_drawn = max(self._most_drawn, outcome.most_drawn)
         for row, first in lines.watched:
             if self._tell(row, first):
                 if row not in over:
@@ -426,9 +420,6 @@ class Completions:
             if token in params.stop_ids or (params.stop and self._said_stop(params.stop, text)):
                 return True
         return False
-
-    def _grown_to(self, drawn: int, place: int) -> None:
-        self._most_drawn, self._last_place = max(self._most_drawn, drawn), max(self._last_place, place)
 
     def _learn(self, row: int) -> None:
         """Guess better by a completion that is over."""

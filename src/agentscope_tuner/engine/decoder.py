@@ -381,7 +381,7 @@ class WholeDecoder(NativeDecoder):
         """Read the weights again."""
         super().refresh()
         self._tensors: list[Tensor] = []  # they are read by address
-        self._over: tuple[KVCache, int] | None = None
+        self._over: KVCache | None = None
         self._voices = self._loaded.voices
         self._places = np.array([self._place(layer) for layer in self._layers])
         head = layer_weight(self._loaded.head, merged=True)
@@ -417,8 +417,8 @@ class WholeDecoder(NativeDecoder):
 
     def over(self, cache: KVCache) -> SmallModel:
         """The model, as compiled kernels run it, with the keys and values of a cache."""
-        if self._over != (over := (cache, cache.capacity)):  # it moves when it grows, and only then
-            self._over = over
+        if self._over is not cache:
+            self._over = cache
             self._places[:, -2] = [keys.data_ptr() for keys in cache.keys] * len(self._voices)
             self._places[:, -1] = [values.data_ptr() for values in cache.values] * len(self._voices)
             self._model.places[-1] = cache.capacity

@@ -75,7 +75,6 @@ def _probe(decoder: Decoder, loaded: LoadedModel, kernels: NativeKernels | None,
         cache = KVCache(
             cache_shape(loaded), 2, length, torch.empty(0, dtype=loaded.model.dtype, device=device), kernels
         )
-        cache.reserve(length)
         probe, positions = probe.reshape(-1, 1), positions.reshape(-1, 1)
         own, slots = positions[:, 0].contiguous(), torch.arange(2, device=device).repeat_interleave(length)
         if isinstance(decoder, GpuDecoder):

@@ -43,48 +43,32 @@ class KVCache:
         self.slots = slots
         self.kernels = kernels
         self.limit = limit
-        """Most own tokens a slot may ever hold."""
+        """Most own tokens of a slot."""
+        self.capacity = -(-limit // TILE) * TILE
         self.paired = kernels is not None and like.dtype == torch.bfloat16
         """Whether keys and values lie in pairs."""
-        self.capacity = 0
         self.token_size = self._kv_heads * self._head_dim
         """Numbers per token, in the keys as in the values of one layer."""
         self._like = like
-        self.keys = [self._zeros(self._key_extents(0)) for _ in range(layers)]
-        self.values = [self._zeros((0, self._head_dim)) for _ in range(layers)]
-        self._places = self._addresses()
+        # Padding reaches keys that were never written: masked, but to be finite.
+        self.keys = [self._zeros(self._key_extents(self.capacity)) for _ in range(layers)]
+        self.values = [self._zeros((self.capacity, self._head_dim)) for _ in range(layers)]
+        self._places = torch.tensor([tensor.data_ptr() for tensor in (*self.keys, *self.values)])
 
     def _zeros(self, extents: tuple[int, ...]) -> Tensor:
         shape = (self.slots, self._kv_heads, *extents)
         if self._like.device.type != "cpu":
             return self._like.new_zeros(shape)
-        # PyTorch would write them all. Pages of the system's are zeros, and take time and memory once they are touched.
-        size = math.prod(shape) * self._like.itemsize
-        memory = torch.frombuffer(mmap.mmap(-1, max(1, size), **_OWN_PAGES), dtype=torch.uint8)
-        return memory[:size].view(self._like.dtype).view(shape)
+        # PyTorch would write them all. Pages of the system's are zeros, and take time and memory once they are touched:
+        # small ones, or few tokens of a sequence would take as much as all that there is room for.
+        memory = mmap.mmap(-1, math.prod(shape) * self._like.itemsize, **_OWN_PAGES)
+        if sys.platform == "linux":
+            memory.madvise(mmap.MADV_NOHUGEPAGE)
+        return torch.frombuffer(memory, dtype=torch.uint8).view(self._like.dtype).view(shape)
 
     def _key_extents(self, tokens: int) -> tuple[int, ...]:
         """Of so many keys of a head: tokens and numbers, or tiles of them."""
         return (tokens, self._head_dim) if self.kernels is None else (-(-tokens // TILE), self._head_dim, TILE)
-
-    def _grown(self, tensor: Tensor, extents: tuple[int, ...]) -> Tensor:
-        grown = self._zeros(extents)  # padding reaches keys that were never written: masked, but to be finite
-        grown[:, :, : tensor.shape[2]] = tensor
-        return grown
-
-    def _addresses(self) -> Tensor:
-        return torch.tensor([tensor.data_ptr() for tensor in (*self.keys, *self.values)])
-
-    def reserve(self, tokens: int) -> None:
-        """Make room for `tokens` own tokens in every slot."""
-        if tokens <= self.capacity:
-            return
-        capacity = min(-(-self.limit // TILE) * TILE, max(tokens + 63 & ~63, self.capacity * 3 // 2 & ~(TILE - 1)))
-        for layer, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
-            self.keys[layer] = self._grown(keys, self._key_extents(capacity))
-            self.values[layer] = self._grown(values, (capacity, self._head_dim))
-        self.capacity = capacity
-        self._places = self._addresses()
 
     @torch.inference_mode()  # as what wrote it
     def copy(self, copies: Sequence[tuple[int, int, int]]) -> None:

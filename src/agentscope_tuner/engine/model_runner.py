@@ -161,7 +161,6 @@ class ModelRunner:
         self._on_gpu = self.decoder.kernels if isinstance(self.decoder, GpuDecoder) else None
         self._steps: RecordedSteps | None = None
         if isinstance(self.decoder, GpuDecoder):
-            self.cache.reserve(self.cache.limit)
             self._steps = RecordedSteps(self.decoder, self.cache, _GPU_STEPS)
         self.flat = kernels is not None or self._on_gpu is not None
         """Every token is a row of its own, and nothing is padded: compiled attention reads the keys and values of a
@@ -254,7 +253,6 @@ class ModelRunner:
         `trunks` are all that are kept.
         """
         assert isinstance(self.decoder, WholeDecoder) and self.cache.kernels is not None
-        self.cache.reserve(min(lines.capacity, self.cache.limit))
         if self._trunks != (kept := tuple(trunks)):
             self._trunks, self._trunk_places = kept, _places(kept, len(self.cache.keys))
         if lines.ids:
@@ -291,7 +289,6 @@ class ModelRunner:
     def _rows(self, work: Work) -> tuple[Tensor, Tensor, RowLayout | GpuRowLayout]:
         """Ids (N,), positions (N,) and layout of a row for each token."""
         lineup, counts = work.lineup, work.counts
-        self.cache.reserve(int((work.first + counts).max(initial=0)))
         rows = (work.first, lineup.index, lineup.trunk_of, lineup.begun)
         if len(work.ids) > len(counts):
             first, *rest = (np.repeat(row, counts) for row in rows)
@@ -335,7 +332,6 @@ class ModelRunner:
     def _padded_rows(self, work: Work) -> Tensor:
         """A row for each slot, padded to the longest."""
         width = int(work.counts.max())
-        self.cache.reserve(min(self.cache.limit, int(work.first.max()) + width))
         if self._arranged is None or self._arranged[0] is not work.lineup:
             self._arranged = work.lineup, self._arrange(work.lineup)
         order, together, speakers = self._arranged[1]

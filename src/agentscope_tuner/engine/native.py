@@ -64,8 +64,7 @@ class Outcome(ctypes.Structure):
     """What some steps of decoding did, once they are done, see `Outcome` in `kernels/whole.cpp`."""
 
     _fields_ = [
-        (name, ctypes.c_int64)
-        for name in ("_over", "_whether_stopped", "_count", "rows", "steps", "most_drawn", "last_place")
+        (name, ctypes.c_int64) for name in ("_over", "_whether_stopped", "_count", "rows", "steps", "most_drawn")
     ]
     _count: int
     rows: int
@@ -74,8 +73,6 @@ class Outcome(ctypes.Structure):
     """How many."""
     most_drawn: int
     """How many tokens a completion has that got some, at most."""
-    last_place: int
-    """The place of the last token in its slot, for the one for which it comes last."""
 
     def __init__(self, most: int) -> None:
         """For at most so many completions."""

@@ -59,7 +59,7 @@ class Patience:
         """How many episodes are waited for."""
         return len(self._away)
 
-    def __contains__(self, episode_id: str) -> bool:
+    def __contains__(self, episode_id: object) -> bool:
         """Whether an episode is waited for."""
         return episode_id in self._away
 

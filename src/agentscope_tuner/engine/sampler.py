@@ -287,8 +287,7 @@ class Sampler:
         if not self._may_admit:
             return
         # Episodes between two calls come back to what their slots hold; nobody takes these from them meanwhile.
-        free = self._slots.free(self._episodes.needing)
-        free = {slot: number for slot, number in free.items() if slot.episode_id not in self._patience}
+        free = self._slots.free(self._episodes.needing, self._patience)
         self._waiting.sort(key=lambda request: request.order)
         chosen, others = self._waiting[: len(free)], self._waiting[len(free) :]
         self._placing.place(chosen, free, {} if self._step is None else self._step.plan, self._under_way)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
@@ -19,6 +19,7 @@ from agentscope_tuner.algorithms.packing import common_prefix
 from agentscope_tuner.engine.kv_cache import Prefix
 
 _MAX_TRUNKS = 32
+_LAST_USED = attrgetter("last_used")
 _HEAD_TOKENS = 16
 """Slots and trunks, which have more, are found by the first tokens they hold."""
 Head = tuple[str, tuple[int, ...]]
@@ -208,15 +209,17 @@ class Slots:
                 best, overlap = slot, n
         return best, overlap, outgrown
 
-    def free(self, needed_by: Callable[[Slot], int]) -> dict[Slot, int]:
+    def free(self, needed_by: Callable[[Slot], int], awaited: Container[str] = ()) -> dict[Slot, int]:
         """Those that may be overwritten, and the number of the episode that needs what is there, or 0.
 
         Those of ended episodes come first, and last those that are needed, by the episodes with the highest numbers
-        first; otherwise those unused for longest.
+        first; otherwise those unused for longest. Episodes that are awaited keep theirs.
         """
-        free = {slot: needed_by(slot) for slot in self._slots if not slot.busy}
-        order = sorted(free, key=lambda slot: (slot.episode_id != "", free[slot] > 0, -free[slot], slot.last_used))
-        return {slot: free[slot] for slot in order}
+        free = [slot for slot in self._slots if not slot.busy]
+        ended = sorted((slot for slot in free if not slot.episode_id), key=_LAST_USED)
+        kept = {slot: needed_by(slot) for slot in free if slot.episode_id and slot.episode_id not in awaited}
+        order = sorted(kept, key=lambda slot: (kept[slot] > 0, -kept[slot], slot.last_used))
+        return dict.fromkeys(ended, 0) | {slot: kept[slot] for slot in order}
 
     def fill(self, slot: Slot, adapter: str, trunk: Trunk | None, own: list[int], cached: int) -> None:
         """Make `own` the slot's tokens, of which the first `cached` are in place."""

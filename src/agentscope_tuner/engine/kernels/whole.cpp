@@ -38,10 +38,10 @@ struct Copy {
 };
 
 // What a decoding did: completions that are over, a slot for each and whether it was stopped; how many, tokens of
-// completions that were run, and steps; of any completion, how many tokens are drawn, and the place of the last one.
+// completions that were run, and steps; of any completion, how many tokens are drawn.
 struct Outcome {
     int64_t *over, *stopped;
-    int64_t count, rows, steps, most_drawn, last_place;
+    int64_t count, rows, steps, most_drawn;
 };
 
 // Number `index` of the random numbers of a seed, in [0, 1): those of NumPy's generator `Philox`, which is Philox4x64-10
@@ -201,7 +201,6 @@ class Decoding : public Job {
             }
             at += item.wanted;
             outcome->most_drawn = std::max(outcome->most_drawn, drawn);
-            outcome->last_place = std::max(outcome->last_place, sheet.prompt_end[slot] + drawn);
             if (!stopped && drawn < sheet.budget[slot]) {
                 active.push_back(slot);
                 continue;
