@@ -819,7 +819,7 @@ def test_where_the_template_rewrites_history_a_turn_is_not_tried_with_every_earl
     tokenized: list[str] = []
 
     class Watched(ChatRenderer):
-        def _apply_template(self, messages: bytes, tools: bytes) -> str:
+        def _apply_template(self, messages: tuple[bytes, ...], tools: bytes) -> str:
             written.append(super()._apply_template(messages, tools))
             return written[-1]
 
@@ -840,7 +840,7 @@ def test_where_the_template_rewrites_history_a_turn_is_not_tried_with_every_earl
         messages += [user(f"the cat said {turn}")]
         messages += [episode.say(messages, f"sat {turn}")]
     assert all(prompt.extends is None for prompt in episode.prompts)
-    assert len(written) == 2 * turns - 1, "each with the reply before as it was recorded, and then as it is sent back"
+    assert len(written) == turns, "each as it is sent back; with the reply as it was recorded, what follows that"
     pieces = [text for text in tokenized if len(text) > 1]  # letters are the episode's spelling
     assert len(pieces) == len(set(pieces)), "of each turn, what is new"
 
@@ -861,10 +861,10 @@ def test_what_is_written_once_is_found_by_all_that_it_was_made_of(chatml: str) -
     defaults = [1, True, 1.0, "1", None, [1], {"1": 1}]
     texts = [renderer.text([user("hi")], [tool(default)]) for default in defaults]
     assert len(set(texts)) == len(defaults)
-    before = renderer.text_of.cache_info().misses
+    before = renderer.written.cache_info().misses
     assert [renderer.text([user("hi")], [tool(json.loads(json.dumps(default)))]) for default in defaults] == texts
     assert renderer.text([user("hi")], [tool(1, Kind.OBJECT)]) == texts[0]
-    assert renderer.text_of.cache_info().misses == before
+    assert renderer.written.cache_info().misses == before
 
 
 def test_a_tokenizer_without_a_template_is_refused(chatml: str) -> None:

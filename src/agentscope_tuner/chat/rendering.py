@@ -22,6 +22,7 @@ from jinja2 import TemplateError
 from tokenizers.decoders import DecodeStream
 
 from agentscope_tuner.chat.parsing import THINK_OPEN, Reply
+from agentscope_tuner.chat.templates import Parts, TurnTemplate
 from agentscope_tuner.errors import ConfigError, ModelError, UnsupportedContentError
 
 if TYPE_CHECKING:
@@ -48,6 +49,25 @@ def _freeze(value: Any) -> bytes:
         return marshal.dumps(value, _PLAIN_FORMAT)
     except ValueError:  # strings of a class of their own, and the like
         return marshal.dumps(json.loads(json.dumps(value)), _PLAIN_FORMAT)
+
+
+Frozen = tuple[bytes, ...]
+"""Messages, each as `_freeze` writes it."""
+
+
+@dataclass(slots=True)
+class Written:
+    """What the template writes for messages and tools."""
+
+    text: str
+    messages: Frozen
+    tools: bytes
+    parts: Parts | None = None
+    """Known once another text went on from this one."""
+
+
+def _thaw(messages: Frozen) -> list[Message]:
+    return [*map(marshal.loads, messages)]
 
 
 class ChatRenderer:
@@ -77,22 +97,51 @@ class ChatRenderer:
         self._marks = self._independent_marks()
         # A prompt, which the episodes of a group begin with, or a piece of one.
         self._encode = lru_cache(maxsize=4096 if self._marks else 512)(self._tokenize)
-        self.text_of = lru_cache(maxsize=1024)(self._apply_template)
-        """`text`, of frozen messages and tools."""
+        self.written = lru_cache(maxsize=1024)(self._write_whole)
+        """What the template writes for messages and tools."""
+        self._variables = lru_cache(maxsize=64)(self._variables_with)
+        self._turns = lru_cache(TurnTemplate.of)
         self.token_text = lru_cache(maxsize=1024)(self._decode_one)
         """`decode`, of a single token."""
 
     def text(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> str:
         """The prompt as the template writes it, ready for the assistant's turn."""
-        return self.text_of(_freeze([*messages]), _freeze([*tools] if tools else None))
+        return self.written(tuple(map(_freeze, messages)), _freeze([*tools] if tools else None)).text
 
-    def _apply_template(self, messages: bytes, tools: bytes) -> str:
+    def written_after(self, before: Written, messages: Frozen) -> Written:
+        """`written`, of messages that may begin with other ones, and of the same tools."""
+        return self._go_on(before, messages) or self.written(messages, before.tools)
+
+    def _go_on(self, before: Written, messages: Frozen) -> Written | None:
+        known, tools = len(before.messages), before.tools
+        if messages[:known] != before.messages:
+            return None
+        variables = self._variables(tools)
+        template = self._turns(self.tokenizer.get_chat_template(tools=variables["tools"]))
+        if template is None:
+            return None
+        if before.parts is None:
+            whole = template.write(_thaw(before.messages), variables)
+            if whole is None or whole[0] != before.text:
+                return None
+            before.parts = whole[1]
+        following = template.write(_thaw(messages), variables, known, before.parts)
+        if following is None:
+            return None
+        text, parts = following
+        return Written(before.text.removesuffix(before.parts.end) + text, messages, tools, parts)
+
+    def _write_whole(self, messages: Frozen, tools: bytes) -> Written:
+        return Written(self._apply_template(messages, tools), messages, tools)
+
+    def _variables_with(self, tools: bytes) -> dict[str, Any]:
+        """What a template is told besides messages, as `apply_chat_template` does."""
+        given = {"tools": marshal.loads(tools), "documents": None, "add_generation_prompt": True}
+        return {**self.tokenizer.special_tokens_map, **self._options, **given}
+
+    def _apply_template(self, messages: Frozen, tools: bytes) -> str:
         rendered = self.tokenizer.apply_chat_template(
-            marshal.loads(messages),
-            tools=marshal.loads(tools),
-            tokenize=False,
-            add_generation_prompt=True,
-            **self._options,
+            _thaw(messages), tools=marshal.loads(tools), tokenize=False, add_generation_prompt=True, **self._options
         )
         return str(rendered)
 
@@ -211,8 +260,13 @@ class Prompt:
     """The recorded call whose prompt and completion ids begin `ids`."""
     replies: tuple[int, ...]
     """Which of the messages are replies whose recorded ids are among `ids`."""
-    text: str
+    written: Written
     """What the template writes for these messages, with `_SENTINEL` for each of those replies."""
+
+    @property
+    def text(self) -> str:
+        """The text of that."""
+        return self.written.text
 
 
 @dataclass(slots=True)
@@ -254,13 +308,13 @@ class Conversation:
             call = self._call_at.get(at)
             if call is None or (call, following) in self._rewritten:
                 continue
-            extended = self._extend(call, position, plain, frozen_tools)
+            extended = self._extend(call, position, plain)
             if extended is not None:
-                ids, replies, text = extended
-                return Prompt(ids, plain, schema, node, call, replies, text)
+                ids, replies, written = extended
+                return Prompt(ids, plain, schema, node, call, replies, written)
             self._rewritten.add((call, following))
-        text = self._renderer.text_of(_freeze(plain), frozen_tools)
-        return Prompt(self._renderer.encode(text, self._pieces), plain, schema, node, None, (), text)
+        written = self._renderer.written(tuple(map(_freeze, plain)), frozen_tools)
+        return Prompt(self._renderer.encode(written.text, self._pieces), plain, schema, node, None, (), written)
 
     def add(self, prompt: Prompt, completion_ids: list[int], reply: Reply) -> int:
         """Record a reply; returns the index of the call."""
@@ -275,9 +329,9 @@ class Conversation:
         return self._nodes.setdefault((node, key), len(self._nodes) + 1)
 
     def _extend(
-        self, call: int, position: int, messages: list[Message], frozen_tools: bytes
-    ) -> tuple[list[int], tuple[int, ...], str] | None:
-        """`ids`, `replies` and `text` of a `Prompt` that extends a recorded call, whose reply is at this position.
+        self, call: int, position: int, messages: list[Message]
+    ) -> tuple[list[int], tuple[int, ...], Written] | None:
+        """`ids`, `replies` and `written` of a `Prompt` that extends a recorded call, whose reply is at this position.
 
         None when the template would write another beginning.
         """
@@ -289,10 +343,10 @@ class Conversation:
         for place in replies:
             marked[place] = {"role": "assistant", "content": _SENTINEL}
         try:
-            text = self._renderer.text_of(_freeze(marked), frozen_tools)
+            written = self._renderer.written_after(recorded.prompt.written, tuple(map(_freeze, marked)))
         except (TemplateError, ValueError):  # a template that insists on the call its tool messages answer
             return None
-        start, end = recorded.prompt.text, recorded.end_of_turn
+        text, start, end = written.text, recorded.prompt.written.text, recorded.end_of_turn
         if not text.startswith(start):
             return None
         # Some templates write white space around a reply; what counts is what was sampled.
@@ -303,7 +357,8 @@ class Conversation:
             space, found, after = after.partition(end)
             if not found or space.strip():
                 return None
-        return recorded.prompt.ids + recorded.completion_ids + self._renderer.encode(after, self._pieces), replies, text
+        ids = recorded.prompt.ids + recorded.completion_ids + self._renderer.encode(after, self._pieces)
+        return ids, replies, written
 
 
 def plain_message(message: Mapping[str, Any]) -> Message:
