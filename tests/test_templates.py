@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from agentscope_tuner.chat.templates import TurnTemplate
+from agentscope_tuner.chat.templates import _MARK, TurnTemplate
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
 CALL = [{"type": "function", "id": "a", "function": {"name": "add", "arguments": {"b": 1, "a": [True, None, "é"]}}}]
@@ -216,6 +216,12 @@ def test_a_question_changes_what_was_written_before_it() -> None:
         ),
         pytest.param("{% set ns = namespace(n=0) %}", "{% set ns.n = 7 %}", "{{ ns.n }}", id="what a round sets"),
         pytest.param("", "{{ message.role }}{% break %}", "", id="an early end"),
+        pytest.param(
+            "{% set message = messages[-1] %}{% macro f() %}{{ message.role }}{% endmacro %}",
+            "{{ f() }}",
+            "",
+            id="the last message, by a macro",
+        ),
         pytest.param("{% set all = messages %}", "{{ all[-1].role }}", "", id="messages by another name"),
     ],
 )
@@ -224,8 +230,15 @@ def test_what_a_round_should_not_depend_on(head: str, first_round: str, later: s
         f"{head}{{% for message in messages %}}{{% if loop.first %}}{first_round}{{% endif %}}"
         f"{{% if loop.index0 > 3 %}}{later}{{% endif %}}{{% endfor %}}"
     )
-    messages = [{"role": "user", "content": f"{number}"} for number in range(6)]
+    messages = [{"role": f"role {number}", "content": f"{number}"} for number in range(6)]
     assert check(source, messages, False, [2]) == 0
+
+
+def test_a_message_may_be_the_mark_between_messages() -> None:
+    said = [{"role": "user", "content": content} for content in ("a", _MARK, "b", _MARK, "c")]
+    source = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    assert check(source, said, False, [1, 2, 3, 4]) == 0
+    assert check(source, [said[0], said[2], said[4]], False, [1, 2]) == 2
 
 
 def test_a_template_sees_no_more_than_in_the_sandbox() -> None:

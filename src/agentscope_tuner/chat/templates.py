@@ -136,7 +136,8 @@ class TurnTemplate:
             head, *rounds, end = _split(self._template.generate(messages=messages, **variables, **added))
         except (_Unlike, TemplateError, TypeError, ValueError):
             return None  # whoever writes all of it hears of what is wrong
-        if not rounds or run.read is None:
+        # A message may be just that mark.
+        if not rounds or run.read is None or len(rounds) != len(messages) - run.before - start:
             return None
         parts = Parts(head, rounds[-1], end, run.read, run.before)
         if expected is None:
@@ -164,7 +165,6 @@ class _Reader:
         if loop.recursive or loop.test or loop.else_ or not isinstance(loop.target, nodes.Name):
             raise ValueError("another kind of loop")
         self.messages = {"messages"} | ({loop.iter.name} if isinstance(loop.iter, nodes.Name) else set())
-        self._message = loop.target.name
         self.needed = 1
         """So many messages are read wherever the loop is."""
         macros = [node for node in tree.body if isinstance(node, nodes.Macro)]
@@ -218,7 +218,7 @@ class _Reader:
             case nodes.Name(name=name) if name in self._macros:
                 if node.ctx != "load":
                     raise ValueError(f"another {name}")
-            case nodes.Name(name=name, ctx="load") if name != self._message:
+            case nodes.Name(name=name, ctx="load"):
                 self._read[name, ""] = nodes.Name(name, "load")
             case nodes.Getattr(node=nodes.Name(name="loop"), attr=attr) if in_loop:
                 if attr not in _OF_A_ROUND:
