@@ -74,7 +74,7 @@ def settled_text(text: str, marks: Sequence[str]) -> str:
 
 
 def write_reply(reply_text: str, calls: list[tuple[str, Mapping[str, Any]]]) -> str:
-    """The completion that says this and makes these calls: the inverse of `parse_reply`, for scripted models."""
+    """The completion that says this, with no tags in it, and makes these calls: the inverse of `parse_reply`."""
     parts = [reply_text] if reply_text else []
     for name, arguments in calls:
         # JSON may write `/` as `\/`; so an argument that holds a closing tag does not close the call.

@@ -55,7 +55,7 @@ Frozen = tuple[bytes, ...]
 """Messages, each as `_freeze` writes it."""
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, slots=True)
 class Written:
     """What the template writes for messages and tools."""
 
@@ -99,6 +99,9 @@ class ChatRenderer:
         self._encode = lru_cache(maxsize=4096 if self._marks else 512)(self._tokenize)
         self.written = lru_cache(maxsize=1024)(self._write_whole)
         """What the template writes for messages and tools."""
+        # Replies are marked alike, so a group's episodes often go on alike.
+        self.written_after = lru_cache(maxsize=1024)(self._write_after)
+        """`written`, of messages that may begin with those of a `Written`, and of the same tools."""
         self._variables = lru_cache(maxsize=64)(self._variables_with)
         self._turns = lru_cache(TurnTemplate.of)
         self.token_text = lru_cache(maxsize=1024)(self._decode_one)
@@ -108,8 +111,7 @@ class ChatRenderer:
         """The prompt as the template writes it, ready for the assistant's turn."""
         return self.written(tuple(map(_freeze, messages)), _freeze([*tools] if tools else None)).text
 
-    def written_after(self, before: Written, messages: Frozen) -> Written:
-        """`written`, of messages that may begin with other ones, and of the same tools."""
+    def _write_after(self, before: Written, messages: Frozen) -> Written:
         return self._go_on(before, messages) or self.written(messages, before.tools)
 
     def _go_on(self, before: Written, messages: Frozen) -> Written | None:
