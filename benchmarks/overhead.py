@@ -40,7 +40,7 @@ from agentscope_tuner.config import load_config  # noqa: E402
 from agentscope_tuner.engine.decoder import WholeDecoder  # noqa: E402
 from agentscope_tuner.engine.native import Job  # noqa: E402
 from agentscope_tuner.event_loop import run_to_end  # noqa: E402
-from agentscope_tuner.many_agents import rare_collections  # noqa: E402
+from agentscope_tuner.garbage import rare_collections  # noqa: E402
 from agentscope_tuner.readers import load_tasks  # noqa: E402
 from agentscope_tuner.rollout import Rollout  # noqa: E402
 from agentscope_tuner.workflow import JudgeRunner, WorkflowRunner  # noqa: E402

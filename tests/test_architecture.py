@@ -14,6 +14,7 @@ SOURCE = Path(__file__).parents[1] / "src" / PACKAGE
 FLOORS: dict[str, float] = {
     "errors": 0,
     "event_loop": 0,
+    "garbage": 0,
     "types": 1,
     "config": 2,
     "policy": 2,

@@ -7,10 +7,8 @@ import gc
 import inspect
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from copy import deepcopy
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 from weakref import ref
 
@@ -27,12 +25,9 @@ from agentscope.pipeline import stream_printing_messages
 from agentscope.tool import Toolkit, ToolResponse
 from pydantic import BaseModel, Field
 
-from agentscope_tuner import tune
-from agentscope_tuner.engine.learner import Learner
 from agentscope_tuner.many_agents import (
     copy_messages_quickly,
     draw_ids_quickly,
-    rare_collections,
     share_schemas,
     share_signatures,
     skip_pauses,
@@ -405,45 +400,3 @@ def test_what_an_episode_makes_is_forgotten_with_it(make: Callable[[], Any]) -> 
     gone = make()
     gc.collect()
     assert gone() is None
-
-
-@pytest.mark.parametrize(("before", "inside"), [(700, 50_000), (200_000, 200_000), (0, 0)])
-def test_garbage_is_looked_for_rarely_and_then_as_before(before: int, inside: int) -> None:
-    whole = gc.get_threshold()
-    try:
-        gc.set_threshold(before, 7, 3)
-        with suppress(ValueError), rare_collections():
-            assert gc.get_threshold() == (inside, 7, 3)
-            raise ValueError
-        assert gc.get_threshold() == (before, 7, 3)
-    finally:
-        gc.set_threshold(*whole)
-
-
-def test_what_a_batch_leaves_behind_is_not_looked_through_before_it_is_learned_from(
-    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    inside: list[int] = []
-    learn = Learner.train
-
-    def train(*args: Any, **options: Any) -> Any:
-        inside.append(gc.get_threshold()[0])
-        return learn(*args, **options)
-
-    async def longer(task: dict[str, Any], model: Any) -> float:
-        response = await model([{"role": "user", "content": task["question"]}])
-        return float(len(str(response.content)))
-
-    monkeypatch.setattr(Learner, "train", train)
-    before = gc.get_threshold()
-    (tmp_path / "tasks.jsonl").write_text('{"question": "Say much"}\n')
-    tune(
-        longer,
-        overrides=[
-            f"model.model_path={tiny_model_dir}", "model.max_tokens=10", "model.max_model_len=400",
-            f"output_dir={tmp_path}", f"train_dataset.path={tmp_path}/tasks.jsonl", "train_dataset.total_steps=1",
-            "algorithm.batch_size=1", "algorithm.group_size=4",
-        ],
-    )  # fmt: skip
-    assert inside == [50_000]
-    assert gc.get_threshold() == before

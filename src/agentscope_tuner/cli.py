@@ -29,6 +29,7 @@ from rich.text import Text
 from agentscope_tuner.config import TunerConfig, load_config
 from agentscope_tuner.doctor import diagnose, show
 from agentscope_tuner.errors import ConfigError, MissingDependencyError, TunerError
+from agentscope_tuner.garbage import rare_collections
 from agentscope_tuner.loading import load_object
 from agentscope_tuner.types import EvalResult
 
@@ -60,7 +61,8 @@ _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 def main() -> None:
     """Run the `astuner` command."""
-    app(prog_name="astuner")
+    with rare_collections():
+        app(prog_name="astuner")
 
 
 def _print_version(wanted: bool) -> None:

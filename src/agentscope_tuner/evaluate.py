@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 from agentscope_tuner.config import DatasetConfig, TunerConfig, TunerModelConfig, load_config
 from agentscope_tuner.errors import ConfigError
 from agentscope_tuner.event_loop import run_to_end
+from agentscope_tuner.garbage import rare_collections
 from agentscope_tuner.types import EvalResult
 
 if TYPE_CHECKING:
     from agentscope_tuner.workflow import JudgeRunner, WorkflowRunner
 
 
+@rare_collections()
 def evaluate(
     workflow_func: Any,
     config_path: str | Path | None = None,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import inspect
 import os
 import sys
@@ -26,30 +25,12 @@ Schema = dict[str, Any]
 Known = WeakKeyDictionary[Any, tuple[object, Schema]]
 """By function or model, as long as it lives: what its last schema was made of, and that schema."""
 
-_YOUNG_OBJECTS = 50_000
-"""A few megabytes; hundreds of agents make as many in a second."""
 _PAUSE_S = 0.001
 """How long AgentScope's ReAct agents sleep after every answer."""
 _ID_LETTERS = 22
 """In an id."""
 _ATOMS = frozenset({str, int, float, bool, NoneType})
 """Nothing of these can be changed."""
-
-
-@contextmanager
-def rare_collections() -> Iterator[None]:
-    """Python looks for garbage in cycles after so many new objects, not after 700.
-
-    Of agents that run, nearly nothing is garbage, so most of that is in vain; and what was looked at takes the place of
-    what is being computed in the processor's caches.
-    """
-    before = gc.get_threshold()
-    if before[0] > 0:  # 0 is how to have none
-        gc.set_threshold(max(before[0], _YOUNG_OBJECTS), *before[1:])
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
 
 
 @contextmanager

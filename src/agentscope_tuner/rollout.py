@@ -24,7 +24,7 @@ from agentscope_tuner.errors import (
     RewardError,
     TunerError,
 )
-from agentscope_tuner.many_agents import quiet_agents, rare_collections, relieve_agents
+from agentscope_tuner.many_agents import quiet_agents, relieve_agents
 from agentscope_tuner.model_tuner import ModelTuner
 from agentscope_tuner.policy import SamplingParams
 from agentscope_tuner.recorder import PolicyModel, Recorder, check_targets
@@ -170,7 +170,7 @@ class Rollout:
         indices = count(first)
         relieve_agents()
         try:
-            with quiet_agents(), rare_collections():
+            with quiet_agents():
                 async with asyncio.TaskGroup() as running:
                     for task, index in zip(tasks, indices, strict=False):
                         for phase in phases:

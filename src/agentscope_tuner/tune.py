@@ -10,9 +10,11 @@ from typing import Any
 from agentscope_tuner.config import AlgorithmConfig, DatasetConfig, TunerModelConfig, load_config
 from agentscope_tuner.errors import MissingDependencyError
 from agentscope_tuner.event_loop import run_to_end
+from agentscope_tuner.garbage import rare_collections
 from agentscope_tuner.types import TuneResult
 
 
+@rare_collections()
 def tune(
     workflow_func: Any,
     config_path: str | Path | None = None,

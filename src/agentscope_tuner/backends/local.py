@@ -44,7 +44,6 @@ from agentscope_tuner.engine.products import onednn_products
 from agentscope_tuner.engine.reading import model_directory
 from agentscope_tuner.engine.sampler import Sampler
 from agentscope_tuner.errors import ConfigError, RoleError
-from agentscope_tuner.many_agents import rare_collections
 from agentscope_tuner.opponents import OpponentPool, plain_cast
 from agentscope_tuner.readers import TaskStream, load_tasks, planned_steps
 from agentscope_tuner.recorder import PolicyModel
@@ -232,8 +231,7 @@ class LocalRun:
         # Where both work at once, products are done in one way all the time: the switch is the whole process's.
         products = onednn_products() if algorithm.max_staleness else nullcontext()
         async with aclosing(self.rollout):
-            # Most of what a batch leaves behind is gone once it is learned from, without anybody looking for it.
-            with products, self.folder, self._tensorboard() as self.board, self.view, rare_collections():
+            with products, self.folder, self._tensorboard() as self.board, self.view:
                 if newest is None:
                     await self._begin()
                 try:
