@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -75,3 +76,40 @@ def test_neither_is_what_commands_import(
         cli.main()
     assert "(50000, " in capsys.readouterr().err
     assert gc.get_threshold() == before
+
+
+PROGRAM = """
+import sys
+
+from agentscope_tuner.garbage import keep_what_is_loaded
+
+
+class Itself:
+    def __init__(self, path):
+        self.itself, self.file = self, open(path, "w")
+        self.file.write("said")
+
+    def __del__(self):
+        print("taken apart", flush=True)
+
+
+def make(path):
+    Itself(path)
+
+made = [Itself(sys.argv[1])]
+if len(sys.argv) > 2:
+    Meta = type("nb_meta", (type,), {"__module__": "nanobind"})
+keep_what_is_loaded()
+Itself(sys.argv[1] + "2")
+print("ends", flush=True)
+"""
+
+
+@pytest.mark.parametrize("complains", [False, True])
+def test_what_was_loaded_is_not_taken_apart_in_the_end_and_what_was_written_is_not_lost(
+    complains: bool, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path / "file"), *(["nanobind"] if complains else [])]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.split("\n")[:-1] == ["ends", *(["taken apart"] * 2 if complains else [])]
+    assert [(tmp_path / name).read_text() for name in ("file", "file2")] == ["said", "said"]

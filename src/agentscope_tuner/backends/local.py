@@ -11,8 +11,6 @@ from it.
 from __future__ import annotations
 
 import asyncio
-import atexit
-import gc
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -44,6 +42,7 @@ from agentscope_tuner.engine.products import onednn_products
 from agentscope_tuner.engine.reading import model_directory
 from agentscope_tuner.engine.sampler import Sampler
 from agentscope_tuner.errors import ConfigError, RoleError
+from agentscope_tuner.garbage import keep_what_is_loaded
 from agentscope_tuner.opponents import OpponentPool, plain_cast
 from agentscope_tuner.readers import TaskStream, load_tasks, planned_steps
 from agentscope_tuner.recorder import PolicyModel
@@ -108,13 +107,7 @@ def start_engines(config: TunerConfig, cast: Cast | None = None) -> tuple[Engine
     adapters = [role for role, name in cast.adapters.items() if name] if cast is not None else []
     engine = Engine.start(config.model, config, adapters)
     helpers = {name: Engine.start(model, config).model for name, model in config.auxiliary_models.items()}
-    # What is loaded now stays; collecting garbage need not look at it again. What earlier runs left does not.
-    gc.unfreeze()
-    gc.collect()
-    gc.freeze()
-    # Some libraries complain of what is not taken apart in the end.
-    atexit.unregister(gc.unfreeze)
-    atexit.register(gc.unfreeze)
+    keep_what_is_loaded()
     return engine, helpers
 
 
