@@ -41,6 +41,7 @@ HEADS = [
     "{% set ns = namespace(n=3, user=2) %}{% for m in messages[::-1] %}{% set ns.n = loop.index %}{% endfor %}",
     "{% set messages = messages[1:] %}",
     "{% set others = messages[1:] %}",
+    "{% set others = messages[-1:] + messages %}",
     "{% if messages[0].role == 'system' %}{% set others = messages[1:] %}"
     "{% else %}{% set others = messages %}{% endif %}",
     "{% set others = messages | rejectattr('role', 'equalto', 'tool') | list %}",
@@ -243,10 +244,42 @@ def test_a_message_may_be_the_mark_between_messages() -> None:
 
 def test_a_template_sees_no_more_than_in_the_sandbox() -> None:
     """Programs of strangers are run where transformers runs them."""
-    source = "{% for message in messages %}{{ message.__class__.__mro__ }}{{ at__.__self__ }}{% endfor %}"
+    source = "{% for message in messages %}{{ message.__class__.__mro__ }}{% endfor %}"
     template = TurnTemplate.of(source)
     assert template is not None
     assert template.write([{"role": "user", "content": "Q"}], {}) is None
+
+
+@pytest.mark.parametrize("name", ["run__", "start__"])
+def test_nor_what_is_added_to_it(name: str) -> None:
+    assert TurnTemplate.of(f"{{% for message in messages %}}{{{{ {name} }}}}{{% endfor %}}") is None
+
+
+def test_messages_and_some_more_are_not_the_messages() -> None:
+    source = "{% for message in messages[-1:] + messages %}{{ message.content }}{% endfor %}"
+    said = [{"role": "user", "content": f"{number}"} for number in range(4)]
+    assert check(source, said, False, [1, 2, 3]) == 0
+
+
+def test_tools_are_those_of_the_call() -> None:
+    source = (
+        "{% for tool in tools %}{{ tool | tojson }}{{ tool.function | tojson(indent=1) }}{% endfor %}"
+        "{% for message in messages %}{{ message | tojson }}{{ message.items() | list | length }}{% endfor %}"
+    )
+    template = TurnTemplate.of(source)
+    assert template is not None
+    for number in range(600):  # more than are remembered
+        tools = [{"type": "function", "function": {"name": f"add {number}"}}]
+        messages = [{"role": "user", "content": f"{number}"}]
+        parts = None
+        for known in range(2):
+            written = template.write(messages, {"tools": tools}, known, parts)
+            assert written is not None
+            text, parts = written
+            expected = whole(source, messages, {"tools": tools})
+            assert expected is not None
+            assert text == expected if known == 0 else expected.endswith(text)
+            messages = [*messages, {"role": "tool", "content": f"{number}"}]
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,9 @@ message and its neighbours alone. Where the program says so, later prompts only 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 from jinja2 import Environment, TemplateError, nodes
@@ -16,11 +17,16 @@ from jinja2.visitor import NodeTransformer
 
 _MARK = "\ue002message\ue003"
 """Comes before what is written for a message, and after the last one."""
-_REST, _READ, _AT, _START = "rest__", "read__", "at__", "start__"
-"""What is added to a program."""
+_RUN, _START = "run__", "start__"
+"""Names that are added to a program, ..."""
+_REST, _READ, _AT = "rest__", "read__", "at__"
+"""... and filters, which are not looked at each time whether they may be called."""
+_OF_DICTS = frozenset(dir(dict))
 _OF_A_ROUND = {"index", "index0", "first", "last", "nextitem"}
 """What a round may ask of its loop: of those before the last two, all of it stays when messages follow."""
 _UNSTEADY = {"strftime_now", "lipsum"}
+_JSON_TEXTS = 256
+"""So many are remembered, with what they were written for."""
 _STATEMENTS = (nodes.Output, nodes.If, nodes.For, nodes.Assign, nodes.AssignBlock, nodes.Continue, nodes.Break)
 
 
@@ -44,29 +50,29 @@ class Parts:
 
 @dataclass(slots=True)
 class _Run:
-    """One run of a template."""
+    """One run of a template, which must not see what is in it."""
 
-    messages: Sequence[Any]
-    environment: Environment
-    start: int
+    _messages: Sequence[Any]
+    _environment: Environment
+    _start: int
     """The first round that is run."""
-    expected: Parts | None
-    before: int = 0
-    read: list[Any] | None = None
+    _expected: Parts | None
+    _before: int = 0
+    _read: list[Any] | None = None
 
     def rest(self, looped: Any) -> Any:
         """The messages of the rounds that are run."""
-        self.before = len(self.messages) - len(looped)
-        aligned = all(a is b for a, b in zip(looped, self.messages[self.before :], strict=True))
-        if not aligned or (self.expected is not None and self.before != self.expected.before):
+        self._before = len(self._messages) - len(looped)
+        aligned = self._before >= 0 and all(map(is_, looped, self._messages[self._before :]))
+        if not aligned or (self._expected is not None and self._before != self._expected.before):
             raise _Unlike
-        return looped[self.start :]
+        return looped[self._start :]
 
     def note(self, *read: Any) -> str:
         """What rounds are about to read."""
-        self.read = [*read]
-        expected = self.read if self.expected is None else self.expected.read
-        if self.read != expected or [*map(type, self.read)] != [*map(type, expected)]:
+        self._read = [*read]
+        expected = self._read if self._expected is None else self._expected.read
+        if self._read != expected or [*map(type, self._read)] != [*map(type, expected)]:
             raise _Unlike
         return ""
 
@@ -74,7 +80,13 @@ class _Run:
         """A message by its place. Before the first one there is, to Python, the last one."""
         if index < 0:
             raise _Unlike
-        return self.environment.getitem(messages, index)
+        return self._environment.getitem(messages, index)
+
+    def parts(self, head: str, rounds: list[str], end: str) -> Parts | None:
+        """What was written; None where that cannot be said, since a message may be just the mark."""
+        if not rounds or self._read is None or len(rounds) != len(self._messages) - self._before - self._start:
+            return None
+        return Parts(head, rounds[-1], end, self._read, self._before)
 
 
 class TurnTemplate:
@@ -87,7 +99,7 @@ class TurnTemplate:
             # Templates are programs of strangers, and this is the sandbox that they are run in.
             from transformers.utils.chat_template_utils import _compile_jinja_template
 
-            return cls(_compile_jinja_template(source).environment, source)
+            return cls(_with_added(_compile_jinja_template(source).environment), source)
         except (ImportError, AttributeError, TemplateError, ValueError):
             return None
 
@@ -99,24 +111,27 @@ class TurnTemplate:
             ValueError: it has no such loop, or that cannot be said.
         """
         tree = environment.parse(source)
+        if any(name.name in (_RUN, _START) for name in tree.find_all(nodes.Name)):
+            raise ValueError("the names that are added")
         loops = [node for node in tree.body if isinstance(node, nodes.For) and node.find(nodes.Output)]
         if not loops:
             raise ValueError("no loop")
         loop = loops[-1]
         reader = _Reader(tree, loop)
         self._needed = reader.needed
-        loop.iter = _call(_REST, loop.iter)
+        loop.iter = _filtered(_REST, loop.iter)
         loop.body = [_written(nodes.TemplateData(_MARK)), *(_Numbered(reader.messages).visit(n) for n in loop.body)]
         at = tree.body.index(loop)
         tree.body[at : at + 1] = [
-            _written(_call(_READ, *reader.read)), loop, _written(nodes.TemplateData(_MARK))
+            _written(_filtered(_READ, *reader.read)), loop, _written(nodes.TemplateData(_MARK))
         ]  # fmt: skip
         tree.set_environment(environment)
         for node in tree.find_all(nodes.Node):  # what was added has no line
             node.lineno = getattr(node, "lineno", None) or 1
         code = environment.compile(tree)
-        self._template = environment.template_class.from_code(environment, code, environment.make_globals(None))
         self._environment = environment
+        names = dict(environment.make_globals(None))  # a dict is read in a fraction of the time
+        self._template = environment.template_class.from_code(environment, code, names)
 
     def write(
         self, messages: Sequence[Any], variables: Mapping[str, Any], known: int = 0, expected: Parts | None = None
@@ -131,20 +146,51 @@ class TurnTemplate:
                 return None
             start = known - 1 - expected.before
         run = _Run(messages, self._environment, start, expected)
-        added = {_REST: run.rest, _READ: run.note, _AT: run.at, _START: start}
+        added = {_RUN: run, _START: start}
         try:
             head, *rounds, end = _split(self._template.generate(messages=messages, **variables, **added))
         except (_Unlike, TemplateError, TypeError, ValueError):
             return None  # whoever writes all of it hears of what is wrong
-        # A message may be just that mark.
-        if not rounds or run.read is None or len(rounds) != len(messages) - run.before - start:
+        parts = run.parts(head, rounds, end)
+        if parts is None:
             return None
-        parts = Parts(head, rounds[-1], end, run.read, run.before)
         if expected is None:
             return head + "".join(rounds) + end, parts
         if head != expected.head or rounds[0] != expected.last:
             return None
         return "".join(rounds[1:]) + end, parts
+
+
+def _with_added(environment: Environment) -> Environment:
+    """With our filters, and quick where nearly all time goes: what messages and tools hold, and tools as JSON."""
+    quick = environment.overlay()
+    to_json = _remembering(environment.filters["tojson"])
+    quick.filters = {**environment.filters, "tojson": to_json, _REST: _Run.rest, _READ: _Run.note, _AT: _Run.at}
+
+    def getattr_of(value: Any, name: str) -> Any:
+        if type(value) is not dict or name in _OF_DICTS:
+            return environment.getattr(value, name)
+        return value[name] if name in value else environment.undefined(obj=value, name=name)
+
+    vars(quick)["getattr"] = getattr_of
+    return quick
+
+
+def _remembering(to_json: Callable[..., str]) -> Callable[..., str]:
+    """The same filter, which writes what it wrote before: a run's tools are the same objects at every call."""
+    if vars(to_json):  # it may be told more than the value
+        return to_json
+    known: dict[Any, tuple[Any, str]] = {}
+
+    def remember(value: Any, *args: Any, **options: Any) -> str:
+        key = id(value), args, *options.items()
+        if key not in known:
+            if len(known) == _JSON_TEXTS:
+                known.clear()
+            known[key] = value, to_json(value, *args, **options)
+        return known[key][1]
+
+    return remember
 
 
 def _split(pieces: Iterator[str]) -> list[str]:
@@ -267,7 +313,7 @@ class _Numbered(NodeTransformer):
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
         """A message before this one."""
         if isinstance(node.node, nodes.Name) and node.node.name in self._messages and isinstance(node.arg, nodes.Sub):
-            return _call(_AT, node.node, self.visit(node.arg))
+            return _filtered(_AT, node.node, self.visit(node.arg))
         return self.generic_visit(node)
 
 
@@ -281,8 +327,8 @@ def _names(node: nodes.Node | None) -> list[nodes.Name]:
     return [node] if isinstance(node, nodes.Name) else [*node.find_all(nodes.Name)]
 
 
-def _call(name: str, *arguments: Any) -> nodes.Call:
-    return nodes.Call(nodes.Name(name, "load"), [*arguments], [], None, None)
+def _filtered(name: str, *arguments: Any) -> nodes.Filter:
+    return nodes.Filter(nodes.Name(_RUN, "load"), name, [*arguments], [], None, None)
 
 
 def _written(what: nodes.Expr) -> nodes.Output:
