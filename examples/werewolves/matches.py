@@ -13,7 +13,8 @@ from game import WEREWOLF, new_game, winner
 from players import GRADES, Grade, ScriptedPlayer
 from workflow import Table, seat
 
-from agentscope_tuner.many_agents import quiet_agents, rare_collections, relieve_agents
+from agentscope_tuner.garbage import rare_collections
+from agentscope_tuner.many_agents import quiet_agents, relieve_agents
 
 
 async def play(seed: int, werewolves: Grade, village: Grade) -> Table:
