@@ -93,9 +93,6 @@ class Itself:
         print("taken apart", flush=True)
 
 
-def make(path):
-    Itself(path)
-
 made = [Itself(sys.argv[1])]
 if len(sys.argv) > 2:
     Meta = type("nb_meta", (type,), {"__module__": "nanobind"})

@@ -43,10 +43,11 @@ def keep_what_is_loaded() -> None:
 
 def _before_the_end() -> None:
     gc.unfreeze()
-    for each in gc.get_objects():  # text on its way to a file is lost where the two are not taken apart in this order
+    # What is on its way to a file is lost where the file is taken apart first, or not at all.
+    for each in gc.get_objects():
         if issubclass(type(each), _BUFFERS):
             with suppress(Exception):
                 each.flush()
     # What is made with nanobind, such as Triton, complains of its types that are left.
-    if all(kind.__module__ != "nanobind" for kind in type.__subclasses__(type)):
+    if all(getattr(kind, "__module__", "") != "nanobind" for kind in type.__subclasses__(type)):
         gc.freeze()  # half a million objects, mostly of modules, take more than a second
