@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from agentscope_tuner.engine.kv_cache import KVCache, PrefixStack
 from agentscope_tuner.engine.native import TILE
+from agentscope_tuner.engine.slots import count_up
 from agentscope_tuner.errors import ModelError
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ CHUNK = 128
 _BY_ROW = 16384
 """From so many numbers per sequence on, copying keys (or values) of a batch together costs more than going row by row
 (measured on two cores: 250 tokens of 64 numbers)."""
+MOST_SCORES = 2**26
+"""Most scores that are computed at once, for several new tokens of a sequence."""
 MOST_PADDING = 2
 """Where rows are attended together, they are padded to at most this many times themselves."""
 MASKED = -1e30
@@ -75,11 +78,6 @@ def softmax(scores: Tensor, like: Tensor) -> Tensor:
     PyTorch's own computes in float32, whatever it reads, but takes twice as long where it writes bfloat16.
     """
     return torch.softmax(scores, -1, dtype=torch.float32).to(like.dtype)
-
-
-def mask_of(unseen: Tensor) -> Tensor:
-    """What is added to scores in float32, to hide what is not seen."""
-    return torch.zeros(unseen.shape, device=unseen.device).masked_fill_(unseen, MASKED)
 
 
 def causal_mask(n: int, like: Tensor) -> Tensor:
@@ -183,7 +181,8 @@ class SharedPrefixes:
     def __init__(self, stack: PrefixStack, number: np.ndarray) -> None:
         """Say which prefix of the stack each row begins with; what a row of -1 gets is not read."""
         self._stack = stack
-        self._device = stack.prefixes[0].layers[0][0].device
+        keys = stack.prefixes[0].layers[0][0]
+        self._device, self._kv_heads = keys.device, keys.shape[0]
         grouped = np.argsort(number, kind="stable")[np.count_nonzero(number < 0) :]
         ordered = number[grouped]
         self._most = most = int(np.bincount(ordered).max())
@@ -197,30 +196,39 @@ class SharedPrefixes:
         """(S R) the row in each cell of the product."""
         self._gather_by = None if in_place else self._tensor(gather_by)
         """(B,) the cell of each row."""
-        self.mask = mask_of(self._tensor(np.arange(stack.lengths.max()) >= stack.lengths[number, None]))
+        self.unseen = np.arange(stack.lengths.max()) >= stack.lengths[number, None]
         """(B, P)"""
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.as_tensor(array, device=self._device)
 
-    def scores(self, layer: int, q: Tensor) -> Tensor:
-        """Map scaled q (B, K, X, d) to scores (B, K, X, P), those of padding included."""
-        return self._gather(self._spread(q) @ self._stack.layers[layer][0].transpose(2, 3))
+    def write_scores(self, layer: int, q: Tensor, out: Tensor) -> None:
+        """Map scaled q (B K, X, d) to scores (B K, X, P), those of padding included."""
+        keys = self._stack.layers[layer][0]
+        out, cells = self._cells(torch.bmm(self._spread(q), keys.flatten(0, 1).transpose(1, 2)), out)
+        out.copy_(cells)
 
-    def sums(self, layer: int, weights: Tensor) -> Tensor:
-        """Values weighted by (B, K, X, P): (B, K, X, d)."""
-        return self._gather(self._spread(weights) @ self._stack.layers[layer][1])
+    def add_sums(self, layer: int, weights: Tensor, out: Tensor) -> None:
+        """Add values weighted by (B K, X, P) to out (B K, X, d)."""
+        values = self._stack.layers[layer][1]
+        out, cells = self._cells(torch.bmm(self._spread(weights), values.flatten(0, 1)), out)
+        out.add_(cells)
 
     def _spread(self, x: Tensor) -> Tensor:
-        """(B, K, X, Y) to (S, K, R X, Y)."""
+        """(B K, X, Y) to (S K, R X, Y)."""
+        x = x.unflatten(0, (-1, self._kv_heads))
         if self._spread_by is not None:
             x = x[self._spread_by]
-        return x.view(-1, self._most, *x.shape[1:]).transpose(1, 2).flatten(2, 3)
+        x = x.unflatten(0, (-1, self._most)).transpose(1, 2)
+        return x.reshape(-1, self._most * x.shape[3], x.shape[4])
 
-    def _gather(self, x: Tensor) -> Tensor:
-        """(S, K, R X, Y) to (B, K, X, Y)."""
-        x = x.view(*x.shape[:2], self._most, -1, x.shape[3]).transpose(1, 2).flatten(0, 1)
-        return x if self._gather_by is None else x[self._gather_by]
+    def _cells(self, product: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
+        """Both out (B K, X, Y) and what it gets of a product (S K, R X, Y), in one shape."""
+        kv = self._kv_heads
+        cells = product.view(-1, kv, self._most, out.shape[1], out.shape[2]).transpose(1, 2)  # (S, R, K, X, Y)
+        if self._gather_by is None:
+            return out.unflatten(0, cells.shape[:3]), cells
+        return out.unflatten(0, (-1, kv)), cells.flatten(0, 1)[self._gather_by]
 
 
 class SlotRows:
@@ -237,20 +245,19 @@ class SlotRows:
             stack: what the rows' sequences begin with, or None: nothing that is not in their slots.
             of_row: which of the prefixes of the stack each row's sequence begins with; unused without a stack.
         """
-        self.slots = slots
+        self.slots = np.asarray(slots)
         self.stack = stack
         self.of_row = of_row
-        self.index = torch.tensor(slots, device=cache.keys[0].device)
         between = slots[-1] - slots[0] + 1
         # A view of slots that lie close together is read as it is, and the results of those that are no rows are
         # dropped; others have to be gathered.
         self.is_view = between <= MOST_PADDING * len(slots)
-        self.read: slice | Tensor = slice(slots[0], slots[-1] + 1) if self.is_view else self.index
+        self.read: slice | Tensor = slice(slots[0], slots[-1] + 1)
+        if not self.is_view:
+            self.read = torch.tensor(slots, device=cache.keys[0].device)
         self.slots_read = between if self.is_view else len(slots)
-        self.place: Tensor | None = None
-        """(B,) of each row among the slots that are read, where these are more."""
-        if self.slots_read > len(slots):
-            self.place = self.index - slots[0]
+        self.place = self.slots - slots[0] if self.is_view else np.arange(len(slots))
+        """(B,) of each row among the slots that are read."""
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -261,110 +268,122 @@ class SlotRows:
         if self.stack is None:
             return None
         numbers = np.full(self.slots_read, -1)
-        numbers[slice(None) if self.place is None else self.place.numpy(force=True)] = self.of_row
+        numbers[self.place] = self.of_row
         return SharedPrefixes(self.stack, numbers)
 
 
 class SlotGroup:
-    """Rows that are attended together, and the new tokens of each."""
+    """Rows that are attended together, and the new tokens of each: one row's after the other's, N of them."""
 
-    def __init__(self, rows: SlotRows, starts: np.ndarray, counts: np.ndarray, new: int, cache: KVCache) -> None:
+    def __init__(self, rows: SlotRows, starts: np.ndarray, counts: np.ndarray, heads: int, cache: KVCache) -> None:
         """Prepare masks.
 
         Args:
             rows: B of them.
             starts: (B,) each row's place for its first new token, in its slot.
-            counts: (B,) how many new tokens each row has; it is padded to `new`.
-            new: tokens per row.
+            counts: (B,) how many new tokens each row has.
+            heads: of queries.
             cache: holds the sequences.
         """
-        device, capacity = cache.keys[0].device, cache.capacity
+        device = cache.keys[0].device
         self.rows = rows
         self.starts = starts
         self.counts = counts
-        # (B, N); padding at the end of the context would run out of the slot. What it overwrites there is not read:
-        # a row that is padded has fewer tokens than that.
-        self.own = (torch.from_numpy(starts).to(device)[:, None] + torch.arange(new, device=device)).clamp_(
-            max=capacity - 1
-        )
-        self.keys = min(int(starts.max()) + new, capacity)
-        self.by_row = device.type == "cpu" and (not rows.is_view or new > 1) and cache.token_size * self.keys > _BY_ROW
+        self.new = new = int(counts.max())
+        """Tokens that each row is padded to, where they are attended together."""
+        self.tokens = int(counts.sum())
+        self.keys = int((starts + counts).max())
+        longest = self.keys if rows.stack is None else self.keys + int(rows.stack.lengths.max())
+        by_row = device.type == "cpu" and (not rows.is_view or new > 1) and cache.token_size * self.keys > _BY_ROW
+        self.by_row = by_row or (new > 1 and heads * rows.slots_read * new * longest > MOST_SCORES)
         if self.by_row:
             return
-        last = self.own
-        if rows.place is not None:
-            last = last.new_zeros(rows.slots_read, new)
-            last[rows.place] = self.own
-        mask = mask_of(torch.arange(self.keys, device=device) > last[:, :, None])
+        last = np.zeros((rows.slots_read, new, 1), np.int64)
+        last[rows.place] = starts[:, None, None]
+        last += np.arange(new)[:, None]
+        unseen = np.arange(self.keys) > last
         if rows.shared is not None:
-            mask = torch.cat([rows.shared.mask[:, None].expand(-1, new, -1), mask], -1)
-        self.mask = mask[:, None, None]
+            prefix = np.broadcast_to(rows.shared.unseen[:, None], (rows.slots_read, new, rows.shared.unseen.shape[1]))
+            unseen = np.concatenate([prefix, unseen], 2)
+        self.mask = torch.from_numpy(np.where(unseen, np.float32(MASKED), np.float32(0.0)))[:, None].to(device)
+        """(B, 1, N, P + T)"""
+        self.cells: Tensor | None = None
+        """(N,) of each token, among those of all slots that are read, where these are more."""
+        if self.tokens < rows.slots_read * new:
+            self.cells = torch.from_numpy(np.repeat(rows.place * new, counts) + count_up(counts)).to(device)
 
 
 class SlotLayout:
-    """New tokens of several sequences against their cached past; writes them into the cache."""
+    """New tokens of several sequences, a row for each, against their cached past; writes them into the cache."""
 
-    def __init__(self, cache: KVCache, groups: list[SlotGroup]) -> None:
+    def __init__(self, cache: KVCache, groups: Sequence[SlotGroup]) -> None:
+        """Rows are the groups' tokens, one group after the other."""
         self.cache = cache
         self.groups = groups
+        slots = [np.repeat(group.rows.slots, group.counts) for group in groups]
+        own = [np.repeat(group.starts, group.counts) + count_up(group.counts) for group in groups]
+        self._slots, self._own = (
+            torch.from_numpy(np.concatenate(parts)).to(cache.keys[0].device) for parts in (slots, own)
+        )
 
     def rows(self, rows: slice) -> SlotLayout:
         """Some of the rows, which are those of whole groups."""
-        ends = [*itertools.accumulate(len(group.rows) for group in self.groups)]
+        ends = [*itertools.accumulate(group.tokens for group in self.groups)]
         groups = [group for group, end in zip(self.groups, ends, strict=True) if rows.start < end <= rows.stop]
         return SlotLayout(self.cache, groups)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
-        """Rows of the batch are the groups' rows, one group after the other."""
-        q = q * scaling
+        """Write keys and values (N, K, 1, d) into the cache, and attend: q (N, H, 1, d) to outputs (N, 1, H, d)."""
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        keys[self._slots, :, self._own] = k[:, :, 0]
+        values[self._slots, :, self._own] = v[:, :, 0]
+        if scaling != 1.0:
+            q = q * scaling
         outs, first = [], 0
         for group in self.groups:
-            rows = slice(first, first + len(group.rows))
-            outs.append(self._attend_group(layer, group, q[rows], k[rows], v[rows]))
-            first = rows.stop
-        return outs[0] if len(outs) == 1 else torch.cat(outs)
+            attend = self._attend_rows if group.by_row else self._attend_group
+            outs.append(attend(layer, group, q[first : first + group.tokens, :, 0]))
+            first += group.tokens
+        return (outs[0] if len(outs) == 1 else torch.cat(outs))[:, None]
 
-    def _attend_group(self, layer: int, group: SlotGroup, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        _, h, n, d = q.shape
-        kv = k.shape[1]
-        g = h // kv
-        keys, values = self.cache.keys[layer], self.cache.values[layer]
-        rows = group.rows
-        where = (rows.index[:, None], slice(None), group.own)
-        keys[where] = k.transpose(1, 2)
-        values[where] = v.transpose(1, 2)
-        if group.by_row:
-            return self._attend_rows(layer, group, q)
-        own_keys, own_values = keys[rows.read, :, : group.keys], values[rows.read, :, : group.keys]  # (B, K, T, d)
-        if rows.place is not None:
-            q = q.new_zeros(len(own_keys), h, n, d).index_copy_(0, rows.place, q)
-        q = q.reshape(-1, kv, g * n, d)
+    def _attend_group(self, layer: int, group: SlotGroup, q: Tensor) -> Tensor:
+        """Map q (N, H, d) to outputs (N, H, d), for all rows at once."""
+        rows, new, heads, d = group.rows, group.new, *q.shape[1:]
+        cached = (self.cache.keys[layer], self.cache.values[layer])
+        keys, values = (tensor[rows.read, :, : group.keys].flatten(0, 1) for tensor in cached)  # (B K, T, d)
+        if group.cells is not None:
+            q = q.new_zeros(rows.slots_read * new, heads, d).index_copy_(0, group.cells, q)
+        if new > 1:
+            q = q.view(rows.slots_read, new, heads, d).transpose(1, 2)
+        q = q.reshape(len(keys), -1, d)  # (B K, G N, d)
         # A mask is added to float32 at five times the speed, and softmax computed at twice.
-        scores = torch.empty(*q.shape[:3], group.mask.shape[-1], device=q.device)
+        scores = torch.empty(*q.shape[:2], group.mask.shape[-1], device=q.device)
         widths = [scores.shape[-1] - group.keys, group.keys]
         of_prefix, own = scores.split(widths, -1)
-        # oneDNN is slow where few rows come first, as those of one query do.
-        own[:] = q @ own_keys.transpose(2, 3) if n > 1 else (own_keys @ q.transpose(2, 3)).transpose(2, 3)
+        # In bfloat16 oneDNN takes longer to multiply by what is not in one piece than to copy it.
+        if keys.dtype == torch.bfloat16:
+            keys = keys.contiguous()
+        own.copy_(torch.bmm(q, keys.transpose(1, 2)))
         if (shared := rows.shared) is not None:
-            of_prefix[:] = shared.scores(layer, q)
-        scores.unflatten(2, (g, n)).add_(group.mask)
-        weights = softmax(scores, v)
-        if shared is None:
-            out = weights @ own_values
-        else:
-            of_prefix, own = weights.split(widths, -1)
-            out = shared.sums(layer, of_prefix) + own.contiguous() @ own_values
-        out = out.reshape(-1, h, n, d).transpose(1, 2)
-        return out if rows.place is None else out[rows.place]
+            shared.write_scores(layer, q, of_prefix)
+        scores.view(rows.slots_read, heads, new, -1).add_(group.mask)
+        of_prefix, own = softmax(scores, values).split(widths, -1)
+        out = torch.bmm(own if shared is None else own.contiguous(), values)
+        if shared is not None:
+            shared.add_sums(layer, of_prefix, out)
+        if new > 1:
+            out = out.view(rows.slots_read, heads, new, d).transpose(1, 2)
+        out = out.reshape(-1, heads, d)
+        return out if group.cells is None else out.index_select(0, group.cells)
 
     def _attend_rows(self, layer: int, group: SlotGroup, q: Tensor) -> Tensor:
         """The same for long sequences: one after the other, reading keys and values where they are."""
         keys, values = self.cache.keys[layer], self.cache.values[layer]
-        kv = keys.shape[1]
-        q = q.unflatten(1, (kv, -1))  # (B, K, G, N, d)
-        out = torch.zeros_like(q)
+        q = q.unflatten(1, (keys.shape[1], -1)).permute(1, 2, 0, 3)  # (K, G, N, d)
         stack, of_row = group.rows.stack, group.rows.of_row
-        spans = zip(group.rows.slots, group.starts.tolist(), group.counts.tolist(), strict=True)
+        outs: list[Tensor] = []
+        spans = zip(group.rows.slots.tolist(), group.starts.tolist(), group.counts.tolist(), strict=True)
+        done = 0
         for row, (slot, start, count) in enumerate(spans):
             for first in range(0, count, CHUNK):
                 n = min(CHUNK, count - first)
@@ -372,13 +391,13 @@ class SlotLayout:
                 pieces = [(keys[slot, :, :own], values[slot, :, :own])]
                 if stack is not None:
                     pieces.insert(0, stack.prefixes[of_row[row]].layers[layer])
-                chunk = q[row, :, :, first : first + n]
+                chunk = q[:, :, done : done + n]
                 scores = [chunk.flatten(1, 2) @ k.transpose(1, 2) for k, _ in pieces]
                 if n > 1:
                     scores[-1].unflatten(1, (-1, n))[..., -n:] += causal_mask(n, q)
                 weights = softmax(torch.cat(scores, -1) if len(scores) > 1 else scores[0], q)
                 seen = weights.split([k.shape[1] for k, _ in pieces], -1)
-                out[row, :, :, first : first + n] = sum(
-                    (w @ v for w, (_, v) in zip(seen, pieces, strict=True)), torch.zeros(())
-                ).unflatten(1, (-1, n))
-        return out.flatten(1, 2).transpose(1, 2)
+                sums = [w @ v for w, (_, v) in zip(seen, pieces, strict=True)]
+                outs.append((sums[0] if len(sums) == 1 else sums[0] + sums[1]).unflatten(1, (-1, n)))
+                done += n
+        return torch.cat(outs, 2).permute(2, 0, 1, 3).flatten(1, 2)

@@ -13,7 +13,7 @@ import numpy as np
 
 from agentscope_tuner.engine.drafts import CONTEXT, Drafts
 from agentscope_tuner.engine.native import Outcome, Prompt
-from agentscope_tuner.engine.slots import Lineup, Slot
+from agentscope_tuner.engine.slots import Lineup, Slot, count_up
 from agentscope_tuner.policy import Sample, SamplingParams
 
 _UNIFORMS = 32
@@ -118,12 +118,6 @@ class Drawing:
     def truncates(self) -> bool:
         """Whether some tokens are excluded, however they are drawn."""
         return bool(self.top_k.any() or (self.top_p < 1).any())
-
-
-def count_up(counts: np.ndarray) -> np.ndarray:
-    """0, 1, ... up to each of these counts, one after the other."""
-    within: np.ndarray = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
-    return within
 
 
 class Lines(NamedTuple):
@@ -252,13 +246,13 @@ class Completions:
         starts = rows * self._tokens.shape[1] + drawn
         self._guessed[rows] = self._drafts.guess(self._tokens, starts, np.minimum(most, self._budget[rows] - drawn - 1))
 
-    def work(self, plan: Mapping[Slot, int], *, alone: bool = False, steps: int = 1) -> Work:
-        """What is run next: so many missing tokens of the slots of a plan, beside all completions or alone.
+    def work(self, plan: Mapping[Slot, int], *, steps: int = 1) -> Work:
+        """What is run next: so many missing tokens of the slots of a plan, beside all completions.
 
         Completions of those whose prompts are complete by that are added already. Without a plan, so many steps are
         run, but just one where somebody listens, and none that nobody has use for.
         """
-        beside = [] if alone else [slot for slot in self._all.slots if slot not in plan]
+        beside = [slot for slot in self._all.slots if slot not in plan]
         lineup = Lineup([*plan, *beside]) if plan else self._all
         rows = lineup.index
         drawn, counts = self._drawn[rows], self._guessed[rows] + 1

@@ -232,7 +232,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = x.float()
     norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
     scale = torch.addcmul(norm.new_tensor(eps), norm, norm, value=1 / x.shape[-1]).rsqrt_()
-    return (wide * scale).mul_(weight.float()).to(x.dtype)
+    scaled = wide * scale if wide is x else wide.mul_(scale)
+    return scaled.mul_(weight.float()).to(x.dtype)
 
 
 class FusedDecoder:
@@ -285,6 +286,8 @@ class FusedDecoder:
         cos, sin = (
             table[positions][:, :, None].expand(-1, -1, heads + kv, -1).contiguous() for table in (self._cos, self._sin)
         )
+        for table in (cos, sin):
+            table[:, :, :heads] *= self._layers[0].scaling  # scores are scaled by it
         for index, layer in enumerate(self._layers):
             normed = rms_norm(x, layer.norm_in, self._eps)
             joined = layer.qkv(normed, speakers).view(b, n, heads + 2 * kv, d)
@@ -293,11 +296,11 @@ class FusedDecoder:
                 parts = zip(qk.split([heads, kv], 2), layer.norms, strict=True)
                 qk = torch.cat([rms_norm(part, norm, self._eps) for part, norm in parts], 2)
             q, k = self._rotate(qk, cos, sin).split([heads, kv], 2)
-            attended = layout.attend(index, q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), layer.scaling)
-            x = x + layer.out(attended.reshape(b, n, heads * d), speakers)
+            attended = layout.attend(index, q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), 1.0)
+            x = layer.out(attended.reshape(b, n, heads * d), speakers).add_(x)
             normed = rms_norm(x, layer.norm_mid, self._eps)
             gate, up = layer.gate_up(normed, speakers).chunk(2, -1)
-            x = x + layer.down(F.silu(gate).mul_(up), speakers)
+            x = layer.down(F.silu(gate).mul_(up), speakers).add_(x)
         return rms_norm(x, self._norm, self._eps)
 
     def logits(self, hidden: Tensor) -> Tensor:

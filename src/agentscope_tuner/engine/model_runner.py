@@ -10,8 +10,8 @@ import functools
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from operator import attrgetter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -22,13 +22,14 @@ from agentscope_tuner.algorithms.distributions import draw_tokens
 from agentscope_tuner.config import EngineConfig
 from agentscope_tuner.engine.attention import (
     MOST_PADDING,
+    MOST_SCORES,
     GpuRowLayout,
     RowLayout,
     SlotGroup,
     SlotLayout,
     SlotRows,
 )
-from agentscope_tuner.engine.completions import Drawing, Lines, Work, count_up
+from agentscope_tuner.engine.completions import Drawing, Lines, Work
 from agentscope_tuner.engine.decoder import (
     Decoder,
     GpuDecoder,
@@ -44,11 +45,11 @@ from agentscope_tuner.engine.kv_cache import KVCache, PrefixStack
 from agentscope_tuner.engine.models import LoadedModel
 from agentscope_tuner.engine.native import Job, Outcome
 from agentscope_tuner.engine.recorded_steps import RecordedSteps
-from agentscope_tuner.engine.slots import Lineup, Slot, Trunk
+from agentscope_tuner.engine.slots import Lineup, Slot, Trunk, count_up
 from agentscope_tuner.errors import ConfigError
 
-_SCORE_ELEMENTS = 2**26
-"""Attention scores computed at once during prefill."""
+_SCORES_TOGETHER = 2**19
+"""Attention scores that a processor computes at once for several prompts: they stay in its cache."""
 _TRUNK_NUMBERS = 2**15
 """Where rows are padded, trunks take some 100 us of calls a step and layer. They pay from so many numbers of keys on
 that need not be read."""
@@ -65,17 +66,17 @@ _BESIDE_DECODING = 512
 
 
 class _Arrangement(NamedTuple):
-    """How the rows of a lineup are run where they are padded: the same for as long as the same sequences go on."""
+    """How the slots of a lineup are attended without compiled kernels."""
 
     order: np.ndarray
-    """(B,) The lineup's rows, those that are attended together as neighbours."""
+    """(S,) The lineup's slots, those that are attended together as neighbours."""
     together: list[SlotRows]
     speakers: list[tuple[str, int]]
     """See `ModelRunner._speakers`."""
 
 
-def _attended_together(slots: Iterable[Slot], most_tokens: int) -> list[list[Slot]]:
-    """Groups of one adapter's slots, each in the order of the cache.
+def _by_trunk(slots: Iterable[Slot], most_tokens: int) -> list[list[Slot]]:
+    """Groups of slots, each in the order of the cache.
 
     Those without a trunk are one group; all others are, where their trunks have no more than so many tokens and neither
     trunks nor slots are padded much; otherwise those of each trunk.
@@ -162,9 +163,8 @@ class ModelRunner:
         self._steps: RecordedSteps | None = None
         if isinstance(self.decoder, GpuDecoder):
             self._steps = RecordedSteps(self.decoder, self.cache, _GPU_STEPS)
-        self.flat = kernels is not None or self._on_gpu is not None
-        """Every token is a row of its own, and nothing is padded: compiled attention reads the keys and values of a
-        sequence once for all of its rows."""
+        self._compiled = kernels is not None or self._on_gpu is not None
+        """Whether attention is: it pads nothing, and reads the keys and values of a sequence once for all its rows."""
 
     def weights_changed(self) -> None:
         """Read the weights again."""
@@ -177,14 +177,12 @@ class ModelRunner:
 
     def worth_a_trunk(self, sequences: int, tokens: int) -> bool:
         """Whether so many sequences should share their first tokens in place, rather than by a copy for each."""
-        if self.flat:
+        if self._compiled:
             return self._on_gpu is None  # there, every slot has its own
         return sequences * tokens * self.cache.token_size >= _TRUNK_NUMBERS
 
     def plan(self, prefilling: Sequence[Slot], *, beside: int = 0) -> dict[Slot, int]:
         """Which slots' missing tokens to compute at once, and how many of each, beside so many that decode."""
-        if not self.flat:
-            return self._alike(prefilling)
         plan: dict[Slot, int] = {}
         # A GPU computes a whole prompt in the time that a step takes there, when its kernels are launched one by one.
         cut = beside and self._on_gpu is None
@@ -194,28 +192,6 @@ class ModelRunner:
                 plan[slot] = min(slot.missing, room)
                 room -= plan[slot]
         return plan
-
-    def _alike(self, slots: Sequence[Slot]) -> dict[Slot, int]:
-        """The shortest, and those that need not be padded much to go with them."""
-        room = self._prefill_tokens
-        rows: dict[Slot, int] = {}
-        # Rows of similar length go together; long ones are cut.
-        ordered = sorted(slots, key=lambda slot: (slot.missing, slot.index))
-        for slot in ordered:
-            width = min(slot.missing, room)
-            keys = slot.cached + width + (len(slot.trunk.ids) if slot.trunk else 0)
-            cells = (len(rows) + 1) * width
-            if rows and (
-                cells > room
-                or cells * keys * self._heads > _SCORE_ELEMENTS
-                or slot.missing > 2 * ordered[0].missing + 16
-            ):
-                break
-            rows[slot] = width
-        if len(rows) == 1:
-            keys = ordered[0].cached + (len(ordered[0].trunk.ids) if ordered[0].trunk else 0) + room
-            rows[ordered[0]] = min(rows[ordered[0]], max(16, int(_SCORE_ELEMENTS // (self._heads * keys))))
-        return rows
 
     @property
     def small(self) -> bool:
@@ -283,11 +259,19 @@ class ModelRunner:
     @torch.inference_mode()
     def hidden(self, work: Work) -> Tensor:
         """The hidden states (R, D) that are wanted."""
-        # Nothing is guessed without compiled kernels, so of padded rows only the last one can be wanted.
-        return self._flat_rows(work) if self.flat else self._padded_rows(work)
+        # Every token is a row of its own. All keys and values are written before any are read.
+        if not self._compiled:
+            return self._arranged_rows(work)
+        ids, positions, layout = self._rows(work)
+        hidden = self.decoder.hidden(ids[:, None], positions[:, None], layout, self._speakers_of(work))[:, 0]
+        return self._some(hidden, work.wanted_tokens)
+
+    def _some(self, hidden: Tensor, wanted: np.ndarray) -> Tensor:
+        in_place = np.array_equal(wanted, np.arange(len(hidden)))
+        return hidden if in_place else hidden.index_select(0, self._sent(torch.from_numpy(wanted)))
 
     def _rows(self, work: Work) -> tuple[Tensor, Tensor, RowLayout | GpuRowLayout]:
-        """Ids (N,), positions (N,) and layout of a row for each token."""
+        """Ids (N,), positions (N,) and layout for compiled attention."""
         lineup, counts = work.lineup, work.counts
         rows = (work.first, lineup.index, lineup.trunk_of, lineup.begun)
         if len(work.ids) > len(counts):
@@ -303,13 +287,6 @@ class ModelRunner:
             return ids, own, GpuRowLayout(self.cache, self._on_gpu, own, slots, tiles)
         stack = self._stack(tuple(trunk.cache for trunk in lineup.trunks)) if lineup.trunks else None
         return ids, own + begun, RowLayout(self.cache, own, slots, trunk_of, stack)
-
-    def _flat_rows(self, work: Work) -> Tensor:
-        """A row for each token: all keys and values are written before any are read."""
-        ids, positions, layout = self._rows(work)
-        hidden = self.decoder.hidden(ids[:, None], positions[:, None], layout, self._speakers_of(work))[:, 0]
-        wanted = work.wanted_tokens
-        return hidden if len(wanted) == len(hidden) else hidden[self._sent(torch.from_numpy(wanted))]
 
     def _sent(self, tensor: Tensor) -> Tensor:
         """On its way to the device: nobody waits for what that computes before."""
@@ -329,45 +306,56 @@ class ModelRunner:
             for adapter, run in itertools.groupby(rows, key=lambda row: row[0].adapter)
         ]
 
-    def _padded_rows(self, work: Work) -> Tensor:
-        """A row for each slot, padded to the longest."""
-        width = int(work.counts.max())
+    def _arranged_rows(self, work: Work) -> Tensor:
+        """In the order in which slots are attended together."""
         if self._arranged is None or self._arranged[0] is not work.lineup:
-            self._arranged = work.lineup, self._arrange(work.lineup)
+            self._arranged = work.lineup, self._arrange(work)
         order, together, speakers = self._arranged[1]
         first, counts = work.first[order], work.counts[order]
         groups: list[SlotGroup] = []
-        row = 0
+        done = 0
         for slots in together:
-            rows = slice(row, row + len(slots))
-            groups.append(SlotGroup(slots, first[rows], counts[rows], width, self.cache))
-            row = rows.stop
-        ids = np.zeros((len(order), width), np.int64)
-        begins = (work.counts.cumsum() - work.counts)[order]
-        ids[np.arange(width) < counts[:, None]] = work.ids[np.repeat(begins, counts) + count_up(counts)]
-        # Padding may not reach beyond the context; it is masked, so any place inside will do.
-        limit = self._loaded.max_model_len - 1
-        positions = np.minimum((work.lineup.begun[order] + first)[:, None] + np.arange(width), limit)
-        tokens, places = (torch.from_numpy(array).to(self._device) for array in (ids, positions))
-        hidden = self.decoder.hidden(tokens, places, SlotLayout(self.cache, groups), speakers)
-        wanted = work.wanted.nonzero()[0]
-        last = order.argsort()[wanted] * width + work.counts[wanted] - 1
-        return hidden.flatten(0, 1)[torch.from_numpy(last)]
+            rows = slice(done, done + len(slots))
+            groups.append(SlotGroup(slots, first[rows], counts[rows], self._heads, self.cache))
+            done = rows.stop
+        within = count_up(counts)
+        tokens = np.repeat((work.counts.cumsum() - work.counts)[order], counts) + within
+        positions = np.repeat(work.lineup.begun[order] + first, counts) + within
+        ids, places = (torch.from_numpy(array)[:, None].to(self._device) for array in (work.ids[tokens], positions))
+        hidden = self.decoder.hidden(ids, places, SlotLayout(self.cache, groups), speakers)[:, 0]
+        return self._some(hidden, tokens.argsort()[work.wanted_tokens])
 
-    def _arrange(self, lineup: Lineup) -> _Arrangement:
-        number = {slot: number for number, slot in enumerate(lineup.slots)}
+    def _arrange(self, work: Work) -> _Arrangement:
+        number = {slot: number for number, slot in enumerate(work.lineup.slots)}
         ordered: list[Slot] = []
         together: list[SlotRows] = []
-        for _, run in itertools.groupby(lineup.slots, key=attrgetter("adapter")):
-            for slots in _attended_together(run, _STACK_NUMBERS // self.cache.token_size):
-                places = {trunk: place for place, trunk in enumerate(dict.fromkeys(slot.trunk for slot in slots))}
-                prefixes = tuple(trunk.cache for trunk in places if trunk is not None)
-                stack = self._stack(prefixes) if prefixes else None
-                of_row = [places[slot.trunk] for slot in slots]
-                together.append(SlotRows([slot.index for slot in slots], self.cache, stack, of_row))
-                ordered += slots
+        for slots in self._attended_together(work.lineup.slots, work.counts.tolist()):
+            places = {trunk: place for place, trunk in enumerate(dict.fromkeys(slot.trunk for slot in slots))}
+            prefixes = tuple(trunk.cache for trunk in places if trunk is not None)
+            stack = self._stack(prefixes) if prefixes else None
+            of_row = [places[slot.trunk] for slot in slots]
+            together.append(SlotRows([slot.index for slot in slots], self.cache, stack, of_row))
+            ordered += slots
         order = np.array([number[slot] for slot in ordered])
-        return _Arrangement(order, together, self._speakers((slot, 1) for slot in ordered))
+        return _Arrangement(order, together, self._speakers((slot, int(work.counts[number[slot]])) for slot in ordered))
+
+    def _attended_together(self, slots: Sequence[Slot], counts: Sequence[int]) -> Iterator[list[Slot]]:
+        """Groups of slots with so many new tokens each; those of an adapter are neighbours."""
+        most_tokens = _STACK_NUMBERS // self.cache.token_size
+        most_scores = _SCORES_TOGETHER if self._device.type == "cpu" else MOST_SCORES
+        for _, run in itertools.groupby(zip(slots, counts, strict=True), key=lambda row: row[0].adapter):
+            alike: list[Slot] = []
+            fewest = 1
+            for slot, count in sorted(run, key=itemgetter(1)):
+                keys = slot.cached + count + (len(slot.trunk.ids) if slot.trunk else 0)
+                scores = (len(alike) + 1) * self._heads * count * keys
+                if alike and count > 1 and (fewest == 1 or count > 2 * fewest + 16 or scores > most_scores):
+                    yield from _by_trunk(alike, most_tokens)
+                    alike = []
+                if not alike:
+                    fewest = count
+                alike.append(slot)
+            yield from _by_trunk(alike, most_tokens)
 
     def forget_prefixes(self) -> None:
         """None of those that were used is used again."""

@@ -31,8 +31,6 @@ from agentscope_tuner.engine.slots import Slot, Slots
 from agentscope_tuner.engine.stopping import StopStrings
 from agentscope_tuner.policy import Sample, SamplingParams, room_for_tokens
 
-_BUNCH = 3
-"""Waiting requests begin once they are at least this fraction (one over it) of the active ones."""
 _CROWD, _CROWD_SHARE = 32, 8
 """Once so many requests have come, or half as many while others act, a small model goes on with them, if they are this
 fraction (one over it) of the open episodes. So some act while others are computed, and not all at the same time."""
@@ -269,11 +267,7 @@ class Sampler:
     @property
     def _may_admit(self) -> bool:
         """Whether waiting requests should begin now."""
-        if self._begun == len(self._slots) or not (ready := self._ready):
-            return False
-        # Where rows are padded, a prefill is a step of its own; with few rows it costs almost as much as with many, and
-        # holds up everybody else. So they begin in bunches.
-        return self._runner.flat or ready * _BUNCH >= self._begun
+        return self._begun < len(self._slots) and self._ready > 0
 
     @property
     def _ready(self) -> int:
@@ -363,10 +357,8 @@ class Sampler:
             copies, self._placing.copies = self._placing.copies, []
             job = self._runner.decode(lines, copies, self._slots.trunks)
             return _Step(completions, plan, job.finish, lambda: completions.decoded(lines, job.finish()))
-        # Where rows are padded, those that decode wait for those that prefill.
         most = self._runner.most_steps
-        alone = bool(plan) and not self._runner.flat
-        work = completions.work(plan, alone=alone, steps=min(soon, most) if awaited else most)
+        work = completions.work(plan, steps=min(soon, most) if awaited else most)
         compute = self._runner.begin(work, completions.drawing(work))
         rows = len(work.ids) * work.steps - sum(plan.values())
         return _Step(completions, plan, compute, lambda: (completions.accept(work, *compute()), rows))

@@ -90,6 +90,12 @@ def _shared(slot: Slot, own: list[int]) -> int:
     return tokens if slot.prefilling else min(tokens, slot.cached)
 
 
+def count_up(counts: np.ndarray) -> np.ndarray:
+    """0, 1, ... up to each of these counts, one after the other."""
+    within: np.ndarray = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
+    return within
+
+
 class Lineup:
     """Some slots in the order of rows: those that share an adapter, and within it a trunk, are neighbours."""
 
