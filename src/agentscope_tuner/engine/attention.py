@@ -32,9 +32,9 @@ ATTENTION_NAME = "agentscope_tuner"
 
 CHUNK = 128
 """Most queries of one sequence whose scores are computed at once: more do not fit into a processor's cache."""
-_BY_ROW = 16384
-"""From so many numbers per sequence on, copying keys (or values) of a batch together costs more than going row by row
-(measured on two cores: 250 tokens of 64 numbers)."""
+_BY_ROW = 2**17
+"""From so many bytes of keys per sequence on, copying keys (or values) of a batch together costs more than going row by
+row (measured on two cores: of 64 numbers a token, 512 tokens in float32 and 1,024 in bfloat16)."""
 MOST_SCORES = 2**26
 """Most scores that are computed at once, for several new tokens of a sequence."""
 MOST_PADDING = 2
@@ -294,7 +294,8 @@ class SlotGroup:
         self.tokens = int(counts.sum())
         self.keys = int((starts + counts).max())
         longest = self.keys if rows.stack is None else self.keys + int(rows.stack.lengths.max())
-        by_row = device.type == "cpu" and (not rows.is_view or new > 1) and cache.token_size * self.keys > _BY_ROW
+        size = self.keys * cache.token_size * cache.keys[0].itemsize
+        by_row = device.type == "cpu" and (not rows.is_view or new > 1) and size > _BY_ROW
         self.by_row = by_row or (new > 1 and heads * rows.slots_read * new * longest > MOST_SCORES)
         if self.by_row:
             return
