@@ -505,7 +505,7 @@ def test_a_common_beginning_is_computed_beside_the_tokens_of_others(
     samples = asyncio.run(everybody())
     assert [trunk.ids for trunk in sampler._slots.trunks] == [[*beginning, 5]]
     assert sampler.tokens_prefilled == 20 + 2001
-    if not cancelled:  # with compiled attention in four steps, in which the first one draws too
+    if not cancelled:  # in four steps, in which the first one draws too
         assert heard.index("late") >= 5
     for number, sample in enumerate(samples):
         expected = asyncio.run(alone([*beginning, 5, number]))

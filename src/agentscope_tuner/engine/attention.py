@@ -289,9 +289,12 @@ class SlotGroup:
         self.rows = rows
         self.starts = starts
         self.counts = counts
+        within = count_up(counts)
+        self.slots, self.own = np.repeat(rows.slots, counts), np.repeat(starts, counts) + within
+        """(N,) The slot of each token, and its place there."""
         self.new = new = int(counts.max())
         """Tokens that each row is padded to, where they are attended together."""
-        self.tokens = int(counts.sum())
+        self.tokens = len(within)
         self.keys = int((starts + counts).max())
         longest = self.keys if rows.stack is None else self.keys + int(rows.stack.lengths.max())
         size = self.keys * cache.token_size * cache.keys[0].itemsize
@@ -311,7 +314,7 @@ class SlotGroup:
         self.cells: Tensor | None = None
         """(N,) of each token, among those of all slots that are read, where these are more."""
         if self.tokens < rows.slots_read * new:
-            self.cells = torch.from_numpy(np.repeat(rows.place * new, counts) + count_up(counts)).to(device)
+            self.cells = torch.from_numpy(np.repeat(rows.place * new, counts) + within).to(device)
 
 
 class SlotLayout:
@@ -321,11 +324,9 @@ class SlotLayout:
         """Rows are the groups' tokens, one group after the other."""
         self.cache = cache
         self.groups = groups
-        slots = [np.repeat(group.rows.slots, group.counts) for group in groups]
-        own = [np.repeat(group.starts, group.counts) + count_up(group.counts) for group in groups]
-        self._slots, self._own = (
-            torch.from_numpy(np.concatenate(parts)).to(cache.keys[0].device) for parts in (slots, own)
-        )
+        parts = [group.slots for group in groups], [group.own for group in groups]
+        device = cache.keys[0].device
+        self._slots, self._own = (torch.from_numpy(np.concatenate(part)).to(device) for part in parts)
 
     def rows(self, rows: slice) -> SlotLayout:
         """Some of the rows, which are those of whole groups."""
