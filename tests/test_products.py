@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 
@@ -242,3 +245,22 @@ def test_the_slower_precision_is_found_by_measuring(monkeypatch: pytest.MonkeyPa
         products.bfloat16_is_slow.cache_clear()
         assert products.bfloat16_is_slow() == (slow == torch.bfloat16)
     products.bfloat16_is_slow.cache_clear()
+
+
+def test_others_that_compute_do_not_change_what_is_found() -> None:
+    def find() -> bool:
+        products.bfloat16_is_slow.cache_clear()
+        return products.bfloat16_is_slow()
+
+    alone = find()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count() or 1)]
+    try:
+        assert [find() for _ in range(24)] == [alone] * 24
+        assert torch.get_num_threads() == 2
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+        torch.set_num_threads(threads)

@@ -25,8 +25,10 @@ _SHAPES = ((1, 64, 64), (17, 48, 100), (128, 192, 512), (300, 640, 1728), (64, 4
 """(rows, inner, columns) of the products that are checked."""
 _ROUNDING = 3e-6
 """Largest error, relative to the largest number of the product: float32 has 24 bits, bfloat16 only 8."""
+_BRIEF = (128, 512, 512)
+"""(rows, inner, columns) of a product that takes about half a millisecond: what others do seldom comes in between."""
 _TIMED = (128, 1024, 1024)
-"""(rows, inner, columns) of the product that is timed ..."""
+"""(rows, inner, columns) of the product that is timed for compiled kernels ..."""
 _WEIGHTS = 16
 """... and how many weights there are where they are read from memory, not from a processor's cache."""
 _ABOUT = 1.1
@@ -88,7 +90,7 @@ def bfloat16_is_slow() -> bool:
 
     It does unless it has units for that; then it is faster by far, so a measurement in passing tells.
     """
-    rows, inner, columns = _TIMED
+    rows, inner, columns = _BRIEF
     a, b = torch.ones(rows, inner), torch.ones(columns, inner)
     c, d = a.bfloat16(), b.bfloat16()
     with torch.inference_mode(), onednn_products():

@@ -114,13 +114,21 @@ def _computes(kernels: NativeKernels, way: Way) -> bool:
 
 
 def shortest_times(*ways: Callable[[], object]) -> list[float]:
-    """The shortest of several times that each way took, in turn."""
+    """The shortest of several times that each way took, in turn, on one thread.
+
+    On a busy machine several threads wait for the one that others hold up, nearly every time; one is seldom held up.
+    """
     taken = [float("inf")] * len(ways)
-    for _ in range(8):  # the first ones prepare
-        for number, way in enumerate(ways):
-            begun = time.perf_counter()
-            way()
-            taken[number] = min(taken[number], time.perf_counter() - begun)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for _ in range(8):  # the first ones prepare
+            for number, way in enumerate(ways):
+                begun = time.perf_counter()
+                way()
+                taken[number] = min(taken[number], time.perf_counter() - begun)
+    finally:
+        torch.set_num_threads(threads)
     return taken
 
 
