@@ -23,12 +23,22 @@ from agentscope_tuner.config import (
     LoraConfig,
     OpponentPoolConfig,
     RolesConfig,
+    TunerModelConfig,
     parse_config,
 )
-from agentscope_tuner.engine import fast_forms, native
+from agentscope_tuner.engine import fast_forms, native, products
 from agentscope_tuner.engine.decoder import ModuleDecoder, NativeDecoder, WholeDecoder
 from agentscope_tuner.engine.learner import Learner
-from agentscope_tuner.engine.models import LoadedModel, adapter_parameters, drop_version, keep_version, save_adapter
+from agentscope_tuner.engine.models import (
+    LoadedModel,
+    adapter_parameters,
+    drop_version,
+    keep_version,
+    load_model,
+    save_adapter,
+)
+from agentscope_tuner.engine.products import OneDnnProducts, WideProducts
+from agentscope_tuner.engine.sampler import Sampler
 from agentscope_tuner.errors import ConfigError, ModelError, RoleError
 from agentscope_tuner.opponents import OpponentPool, plain_cast
 from agentscope_tuner.reporting import read_episodes
@@ -95,6 +105,39 @@ def test_too_many_voices_are_computed_beside_the_weights(tiny_model_dir: Path, m
                 assert (torch.tensor(call.logprobs) - plain_logprobs(loaded, call)).abs().max() < 1e-4
         keep_version(loaded, "critic", f"critic@{number + 1}")
         sampler.weights_changed(number + 1)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("slow", [True, False])
+def test_updates_are_multiplied_as_the_weights_beside_them_are(
+    slow: bool, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch's own products of bfloat16 take many times as long on processors without units for them."""
+    monkeypatch.setattr(products, "bfloat16_is_slow", lambda: slow)
+    engine = EngineConfig(device="cpu", dtype="bfloat16")
+    loaded = load_model(TunerModelConfig(model_path=str(tiny_model_dir), max_model_len=512, lora=LORA), engine)
+    with torch.no_grad():
+        for parameter in loaded.trainable_parameters().values():
+            parameter.normal_(0, 0.05)
+    sampler = Sampler(loaded, engine)
+    decoder = sampler._runner.decoder
+    assert isinstance(decoder, NativeDecoder)
+    assert isinstance(decoder._products, WideProducts if slow else OneDnnProducts)
+    plain: list[torch.Size] = []
+    linear = torch.nn.functional.linear
+
+    def counted(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        plain.append(weight.shape)
+        return linear(x, weight, bias)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.nn.functional, "linear", counted)
+        calls = play(loaded, sampler, episodes=8, mixed_params=False)
+        assert not plain
+    differences = [torch.tensor(call.logprobs) - plain_logprobs(loaded, call).detach() for call in calls]
+    assert torch.cat(differences).abs().mean() < 4e-2
+    with torch.no_grad(), loaded.without_adapters():
+        assert (torch.tensor(calls[0].logprobs) - plain_logprobs(loaded, calls[0])).abs().max() > 0.05
 
 
 @pytest.mark.usefixtures("kernels")

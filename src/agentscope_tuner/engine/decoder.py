@@ -117,8 +117,11 @@ class _Linear:
         given = [layer.bias.detach() for layer in layers if getattr(layer, "bias", None) is not None]
         self.bias = torch.cat(given) if given else None
         self._products = products
-        self._updates = {name: update for name in adapters if (update := _join_updates(layers, name)) is not None}
-        self._ranks = tuple((name, len(down)) for name, (down, _) in self._updates.items())
+        updates = {name: update for name in adapters if (update := _join_updates(layers, name)) is not None}
+        self._ranks = tuple((name, len(down)) for name, (down, _) in updates.items())
+        self._updates = {
+            name: (len(down), products.pack(down), products.pack(up)) for name, (down, up) in updates.items()
+        }
         self._outputs = len(weight)
         self.weight = products.pack(weight)
 
@@ -133,8 +136,9 @@ class _Linear:
         row = 0
         for adapter, rows in speakers or [(SHARED_ADAPTER, len(x))]:
             if adapter in self._updates:
-                down, up = self._updates[adapter]
-                out[row : row + rows] += F.linear(F.linear(x[row : row + rows], down), up)
+                rank, down, up = self._updates[adapter]
+                part = self._products.linear(x[row : row + rows], down, None, rank)
+                out[row : row + rows] += self._products.linear(part, up, None, self._outputs)
             row += rows
 
 
@@ -151,7 +155,7 @@ class _GpuLinear(_Linear):
         super().__init__(layers, adapters, products)
         self._tensors = [tensor for tensor in (self.weight, self.bias) if tensor is not None]
         if self._updates:
-            downs, ups = zip(*self._updates.values(), strict=True)
+            _, downs, ups = zip(*self._updates.values(), strict=True)
             # One that all share is nobody's voice, and everybody speaks with it.
             numbers = [voices.get(name, -1) for name, rank in self._ranks for _ in range(rank)]
             self.joined = torch.cat(downs), torch.cat(ups, 1), torch.tensor(numbers, device=self.weight.device)

@@ -81,7 +81,7 @@ def _probe(decoder: Decoder, loaded: LoadedModel, kernels: NativeKernels | None,
             layout = GpuRowLayout(cache, decoder.kernels, own, slots)
         else:
             layout = RowLayout(cache, own, slots, torch.full_like(slots, -1))
-    speakers: Speakers = [(speaker, len(probe))]
+    speakers: Speakers = [(speaker, len(probe))] if speaker else ()
     if isinstance(layout, GpuRowLayout):
         speakers = Voices(torch.full_like(layout.slots, loaded.voices[speaker])) if speaker else ()
     with loaded.speaking_as(speaker):
