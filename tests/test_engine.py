@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import random
 from collections.abc import Awaitable
@@ -679,6 +680,31 @@ def test_fused_families_and_grouped_heads(
     for call in play(loaded, sampler, episodes=8, mixed_params=dtype == "float32"):
         gap = (torch.tensor(call.logprobs) - plain_logprobs(loaded, call).detach()).abs().max()
         assert gap < tolerance
+
+
+def test_a_model_unlike_its_family_is_run_by_its_own_modules(
+    tiny_model_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = save_family("qwen2", tiny_model_dir, tmp_path)
+    settings = json.loads((directory / "config.json").read_text())
+    loaded = load(directory)
+    start(loaded)
+    learner_of(loaded)
+    assert not caplog.records
+    (directory / "config.json").write_text(json.dumps({**settings, "hidden_act": "gelu"}))
+    loaded = load(directory)
+    sampler, learner = start(loaded), learner_of(loaded)
+    assert isinstance(sampler._runner.decoder, ModuleDecoder)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"`{directory}` is {done} by its own modules, which takes longer: it does not compute what models of its "
+        "family, `qwen2`, do"
+        for done in ("sampled", "trained")
+    ]
+    calls = play(loaded, sampler, episodes=4)
+    for call, logprobs in zip(calls, learner.logprobs(calls), strict=True):
+        plain = plain_logprobs(loaded, call).detach()
+        assert (torch.tensor(call.logprobs) - plain).abs().max() < 1e-4
+        assert (logprobs - plain).abs().max() < 1e-4
 
 
 def test_attention_that_the_engine_lacks_is_refused(tiny_model_dir: Path, tmp_path: Path) -> None:

@@ -23,7 +23,13 @@ from agentscope_tuner.engine.decoder import (
     WholeDecoder,
     cache_shape,
 )
-from agentscope_tuner.engine.fast_forms import gpu_kernels_for, has_fused_form, has_whole_form, kernels_for
+from agentscope_tuner.engine.fast_forms import (
+    gpu_kernels_for,
+    has_fused_form,
+    has_whole_form,
+    kernels_for,
+    tell_of_modules,
+)
 from agentscope_tuner.engine.kv_cache import KVCache
 from agentscope_tuner.engine.models import LoadedModel, agree
 from agentscope_tuner.engine.native import NativeKernels
@@ -62,6 +68,7 @@ def choose_decoder(loaded: LoadedModel, rows: int, engine: EngineConfig) -> Deco
             continue
         if all(agree(*logits, loaded.model.dtype) for logits in zip(found, expected, strict=True)):
             return candidate
+    tell_of_modules(loaded, "sampled")
     return modules
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +15,8 @@ from agentscope_tuner.engine.trial import native_kernels
 
 if TYPE_CHECKING:
     from agentscope_tuner.engine.gpu_kernels import GpuKernels
+
+_logger = logging.getLogger(__name__)
 
 FUSED_FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 """Architectures made of RMSNorm, rotary attention (with or without query-key norms) and a gated MLP."""
@@ -32,6 +35,16 @@ def has_fused_form(loaded: LoadedModel) -> bool:
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     # The rules "dynamic" and "longrope" depend on the length of the whole sequence, so no table can hold them.
     return config.model_type in FUSED_FAMILIES and rope not in ("dynamic", "longrope")
+
+
+def tell_of_modules(loaded: LoadedModel, done: str) -> None:
+    """Say that something is done by the model's own modules, although hand-written passes know its family."""
+    _logger.warning(
+        "`%s` is %s by its own modules, which takes longer: it does not compute what models of its family, `%s`, do",
+        loaded.name,
+        done,
+        loaded.model.config.model_type,
+    )
 
 
 def is_small(loaded: LoadedModel) -> bool:

@@ -17,7 +17,13 @@ from agentscope_tuner.algorithms.packing import PackedTree, pack
 from agentscope_tuner.config import EngineConfig
 from agentscope_tuner.engine.attention import CausalLayout, Layout
 from agentscope_tuner.engine.decoder import cache_shape, rotary_table
-from agentscope_tuner.engine.fast_forms import gpu_kernels_for, has_fused_form, is_small, kernels_for
+from agentscope_tuner.engine.fast_forms import (
+    gpu_kernels_for,
+    has_fused_form,
+    is_small,
+    kernels_for,
+    tell_of_modules,
+)
 from agentscope_tuner.engine.flex_layout import FlexLayout, flex_works
 from agentscope_tuner.engine.learner_kernels import Heads, LearnerKernels
 from agentscope_tuner.engine.models import LoadedModel
@@ -379,6 +385,7 @@ def choose_forward(loaded: LoadedModel, kernels: PassKernels | None, *, wide: bo
             continue
         if _agree(found, expected, loaded.model.dtype):
             return candidate.hidden_states
+    tell_of_modules(loaded, "trained")
     return loaded.hidden_states
 
 
