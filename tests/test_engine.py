@@ -696,8 +696,8 @@ def test_a_model_unlike_its_family_is_run_by_its_own_modules(
     sampler, learner = start(loaded), learner_of(loaded)
     assert isinstance(sampler._runner.decoder, ModuleDecoder)
     assert [record.getMessage() for record in caplog.records] == [
-        f"`{directory}` is {done} by its own modules, which takes longer: it does not compute what models of its "
-        "family, `qwen2`, do"
+        f"`{directory}` is {done} by its own modules, which takes longer: what is fast for its family, `qwen2`, "
+        "does not compute the same here"
         for done in ("sampled", "trained")
     ]
     calls = play(loaded, sampler, episodes=4)

@@ -88,9 +88,11 @@ def _probe(decoder: Decoder, loaded: LoadedModel, kernels: NativeKernels | None,
             layout = GpuRowLayout(cache, decoder.kernels, own, slots)
         else:
             layout = RowLayout(cache, own, slots, torch.full_like(slots, -1))
-    speakers: Speakers = [(speaker, len(probe))] if speaker else ()
-    if isinstance(layout, GpuRowLayout):
-        speakers = Voices(torch.full_like(layout.slots, loaded.voices[speaker])) if speaker else ()
+    speakers: Speakers = ()
+    if speaker and isinstance(layout, GpuRowLayout):
+        speakers = Voices(torch.full_like(layout.slots, loaded.voices[speaker]))
+    elif speaker:
+        speakers = [(speaker, len(probe))]
     with loaded.speaking_as(speaker):
         hidden = decoder.hidden(probe, positions, layout, speakers)
     return decoder.logits(hidden.reshape(2 * length, -1))

@@ -40,7 +40,8 @@ def has_fused_form(loaded: LoadedModel) -> bool:
 def tell_of_modules(loaded: LoadedModel, done: str) -> None:
     """Say that something is done by the model's own modules, although hand-written passes know its family."""
     _logger.warning(
-        "`%s` is %s by its own modules, which takes longer: it does not compute what models of its family, `%s`, do",
+        "`%s` is %s by its own modules, which takes longer: what is fast for its family, `%s`, "
+        "does not compute the same here",
         loaded.name,
         done,
         loaded.model.config.model_type,
