@@ -39,6 +39,7 @@ from agentscope_tuner.engine.models import (
 )
 from agentscope_tuner.engine.products import OneDnnProducts, WideProducts
 from agentscope_tuner.engine.sampler import Sampler
+from agentscope_tuner.engine.trial import native_kernels
 from agentscope_tuner.errors import ConfigError, ModelError, RoleError
 from agentscope_tuner.opponents import OpponentPool, plain_cast
 from agentscope_tuner.reporting import read_episodes
@@ -114,6 +115,7 @@ def test_updates_are_multiplied_as_the_weights_beside_them_are(
 ) -> None:
     """PyTorch's own products of bfloat16 take many times as long on processors without units for them."""
     monkeypatch.setattr(products, "bfloat16_is_slow", lambda: slow)
+    monkeypatch.setattr(fast_forms, "_SMALL_LAYER", 0)
     engine = EngineConfig(device="cpu", dtype="bfloat16")
     loaded = load_model(TunerModelConfig(model_path=str(tiny_model_dir), max_model_len=512, lora=LORA), engine)
     with torch.no_grad():
@@ -138,6 +140,39 @@ def test_updates_are_multiplied_as_the_weights_beside_them_are(
     assert torch.cat(differences).abs().mean() < 4e-2
     with torch.no_grad(), loaded.without_adapters():
         assert (torch.tensor(calls[0].logprobs) - plain_logprobs(loaded, calls[0])).abs().max() > 0.05
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("way", native.Way)
+@pytest.mark.parametrize("roles", [(), ROLES])
+def test_small_models_in_bfloat16_have_updates_beside_their_weights(
+    roles: tuple[str, ...], way: native.Way, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels = native_kernels()
+    assert kernels is not None
+    monkeypatch.setattr(kernels, "way", kernels.way)  # and as it was again, in the end
+    kernels.way = way  # or as it was, where the processor has no such thing
+    engine = EngineConfig(device="cpu", dtype="bfloat16")
+    config = TunerModelConfig(model_path=str(tiny_model_dir), max_model_len=512, lora=LoraConfig(rank=3))
+    loaded = load_model(config, engine, roles)
+    with torch.no_grad():
+        for parameter in loaded.trainable_parameters().values():
+            parameter.normal_(0, 0.1)
+    sampler = Sampler(loaded, engine)
+    assert isinstance(sampler._runner.decoder, WholeDecoder)
+    wide = load_model(config, EngineConfig(device="cpu"), roles)
+    wide.model.load_state_dict(loaded.model.state_dict())
+    names = {"solver": "solver", "critic": "critic"} if roles else {}
+    calls = play(loaded, sampler, episodes=8, mixed_params=False, adapters=names)
+    differences, bare = [], []
+    for call in calls:
+        recorded = torch.tensor(call.logprobs)
+        with torch.no_grad(), wide.speaking_as(call.adapter):
+            differences.append(recorded - plain_logprobs(wide, call))
+        with torch.no_grad(), wide.without_adapters():
+            bare.append(recorded - plain_logprobs(wide, call))
+    assert torch.cat(differences).abs().mean() < 2e-2
+    assert torch.cat(bare).abs().mean() > 0.2
 
 
 @pytest.mark.usefixtures("kernels")

@@ -794,6 +794,7 @@ def test_a_small_update_in_bfloat16_is_sampled(
     compiled: bool, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Merged into weights of 8 bits, most of it would be rounded away."""
+    monkeypatch.setattr(fast_forms, "_SMALL_LAYER", 0)
     if not compiled:
         monkeypatch.setattr(fast_forms, "native_kernels", lambda: None)
     engine = EngineConfig(device="cpu", dtype="bfloat16")

@@ -125,6 +125,14 @@ class _Linear:
         self._outputs = len(weight)
         self.weight = products.pack(weight)
 
+    @property
+    def update(self) -> tuple[Tensor, Tensor] | None:
+        """That of its only adapter, if it has one: down and up, as they are packed."""
+        if not self._updates:
+            return None
+        ((_, down, up),) = self._updates.values()
+        return down, up
+
     def __call__(self, x: Tensor, speakers: Speakers = ()) -> Tensor:
         out = self._products.linear(x, self.weight, self.bias, self._outputs)
         if self._ranks:
@@ -370,17 +378,21 @@ class WholeDecoder(NativeDecoder):
     """The same for small models: all layers in one call, every thread with rows of its own.
 
     Between products of small matrices, making calls and waiting for the other threads takes longer than computing. So
-    it does for those with low-rank updates: where roles have adapters, each is a voice with weights of its own. And
-    where registers for matrices make products short, it does for larger models as well. Otherwise these are run like
-    this where compiled products are about as fast as oneDNN's: what comes between them is computed with them.
+    it does for those with low-rank updates: where roles have adapters, each is a voice with weights of its own, in
+    bfloat16 with its update beside them. And where registers for matrices make products short, it does for larger
+    models as well. Otherwise these are run like this where compiled products are about as fast as oneDNN's: what comes
+    between them is computed with them.
     """
 
     def _read_layers(self) -> list[_Layer]:
         """Those of each voice, one after the other."""
         layers: list[_Layer] = []
         for voice in self._loaded.voices:
+            # In bfloat16 merging would round most of a small update away.
+            narrow = self._loaded.model.dtype == torch.bfloat16
+            beside = [name for name in self._loaded.unmerged if narrow and name == (voice or SHARED_ADAPTER)]
             with self._loaded.speaking_as(voice):
-                layers += self._layers_joined(partial(_Linear, adapters=(), products=PlainProducts()))
+                layers += self._layers_joined(partial(_Linear, adapters=beside, products=PlainProducts()))
         return layers
 
     @torch.no_grad()
@@ -397,7 +409,7 @@ class WholeDecoder(NativeDecoder):
         model = [
             self._address(self._embedding), self._places.ctypes.data, len(self._layers) // len(self._voices),
             self._address(self._norm),
-            *(self._linear(head, getattr(self._loaded.head, "bias", None)) if self.draws else [0] * 4),
+            *(self._linear(head, getattr(self._loaded.head, "bias", None)) if self.draws else [0] * 6),
             *map(self._address, self._table), len(self._norm), self._heads, self._kv_heads, self._head_dim,
             not is_small(self._loaded), 0,
         ]  # fmt: skip
@@ -409,7 +421,7 @@ class WholeDecoder(NativeDecoder):
         """A `Layer` of `kernels/whole.cpp`, without keys and values, which come last."""
         place = [self._address(norm) for norm in (layer.norm_in, layer.norm_mid, *(layer.norms or (None, None)))]
         for linear in (layer.qkv, layer.out, layer.gate_up, layer.down):
-            place += self._linear(linear.weight, linear.bias)
+            place += self._linear(linear.weight, linear.bias, linear.update)
         return [*place, 0, 0]
 
     def _address(self, tensor: Tensor | None) -> int:
@@ -418,9 +430,15 @@ class WholeDecoder(NativeDecoder):
         self._tensors.append(tensor)
         return tensor.data_ptr()
 
-    def _linear(self, weight: Tensor, bias: Tensor | None) -> list[int]:
+    def _linear(self, weight: Tensor, bias: Tensor | None, update: tuple[Tensor, Tensor] | None = None) -> list[int]:
+        """A `Linear` of `kernels/blocks.h`."""
         outputs, inputs = weight.shape
-        return [self._address(weight_tiles(weight)), self._address(bias), inputs, outputs]
+        a = rank = 0
+        if update is not None:
+            down, up = update
+            a, rank = self._address(weight_tiles(down)), len(down)
+            weight = torch.cat([weight, up], 1)
+        return [self._address(weight_tiles(weight)), self._address(bias), inputs, outputs, a, rank]
 
     def over(self, cache: KVCache) -> SmallModel:
         """The model, as compiled kernels run it, with the keys and values of a cache."""

@@ -26,7 +26,7 @@ _SMALL_LAYER = 2**22
 _SHARED_LAYER = 2**24
 """One of at most so many bytes is run as a whole, too, where registers for matrices make that the faster way."""
 _VOICES = 2**28
-"""Most bytes of weights that adapters of a small model are merged into, each into a copy of its own."""
+"""Most bytes of weights that adapters of a small model have, each a copy of its own."""
 
 
 def has_fused_form(loaded: LoadedModel) -> bool:
@@ -54,14 +54,13 @@ def is_small(loaded: LoadedModel) -> bool:
 
 
 def has_whole_form(loaded: LoadedModel, engine: EngineConfig) -> bool:
-    """Whether compiled kernels run all of its layers in one call, with all of its adapters merged."""
+    """Whether compiled kernels run all of its layers in one call, with all of its adapters."""
     kernels = kernels_for(loaded, engine)
-    # In bfloat16 merging would round most of a small update away.
-    if kernels is None or (loaded.model.dtype == torch.bfloat16 and loaded.unmerged):
+    if kernels is None:
         return False
     if not is_small(loaded):
         shared = kernels.way is Way.IN_MATRICES and _layer_size(loaded) <= _SHARED_LAYER
-        return _fills_tiles(loaded) and (shared or pairs_keep_up(kernels))
+        return _fills_tiles(loaded) and not loaded.unmerged and (shared or pairs_keep_up(kernels))
     layers: int = loaded.model.config.num_hidden_layers
     return (len(loaded.voices) - 1) * layers * _layer_size(loaded) <= _VOICES
 

@@ -244,18 +244,38 @@ void gate_joined(const In* joined, Out* out, int64_t d) {
     for (int64_t j = 0; j < d; j++) put(out + j, silu(number(joined[j])) * number(joined[d + j]));
 }
 
-// A linear layer: weights (outputs, inputs) in tiles, like keys; the bias may be missing.
+// A linear layer: weights (outputs, inputs) in tiles, like keys; the bias may be missing. Of one with a low-rank update, B
+// (outputs, rank) times A (rank, inputs), the tiles are those of both weights and B, side by side: what A makes of a row
+// comes after the row itself, so that the update takes no pass over the outputs.
 template <class T>
 struct Linear {
     const T *tiles, *bias;
     int64_t inputs, outputs;
+    const T* a = nullptr;  // in tiles
+    int64_t rank = 0;
 
     template <class In>
     void operator()(const In* x, float* y, int64_t rows) const {
-        multiply_tiles(x, tiles, y, rows, outputs, inputs, outputs);
+        thread_local std::vector<In> room;
+        multiply_tiles(rank == 0 ? x : with_update(x, rows, room), tiles, y, rows, outputs, inputs + rank, outputs);
         if (bias == nullptr) return;
         for (int64_t row = 0; row < rows; row++)
             for (int64_t j = 0; j < outputs; j++) y[row * outputs + j] += number(bias[j]);
+    }
+
+   private:
+    // Rows (rows, inputs + rank).
+    template <class In>
+    const In* with_update(const In* x, int64_t rows, std::vector<In>& room) const {
+        thread_local std::vector<float> parts;
+        parts.resize(rows * rank);
+        multiply_tiles(x, a, parts.data(), rows, rank, inputs, rank);
+        room.resize(rows * (inputs + rank));
+        for (int64_t row = 0; row < rows; row++) {
+            In* const to = std::copy_n(x + row * inputs, inputs, &room[row * (inputs + rank)]);
+            for (int64_t r = 0; r < rank; r++) put(to + r, parts[row * rank + r]);
+        }
+        return room.data();
     }
 };
 
