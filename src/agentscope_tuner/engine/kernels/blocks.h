@@ -246,7 +246,8 @@ void gate_joined(const In* joined, Out* out, int64_t d) {
 
 // A linear layer: weights (outputs, inputs) in tiles, like keys; the bias may be missing. Of one with a low-rank update, B
 // (outputs, rank) times A (rank, inputs), the tiles are those of both weights and B, side by side: what A makes of a row
-// comes after the row itself, so that the update takes no pass over the outputs.
+// comes after the row itself, so that the update takes no pass over the outputs. Rows in bfloat16 have even inputs, and so
+// is the rank there.
 template <class T>
 struct Linear {
     const T *tiles, *bias;
