@@ -387,10 +387,11 @@ class WholeDecoder(NativeDecoder):
     def _read_layers(self) -> list[_Layer]:
         """Those of each voice, one after the other."""
         layers: list[_Layer] = []
+        # In bfloat16 merging would round most of a small update away.
+        unmerged = self._loaded.unmerged if self._loaded.model.dtype == torch.bfloat16 else ()
         for voice in self._loaded.voices:
-            # In bfloat16 merging would round most of a small update away.
-            narrow = self._loaded.model.dtype == torch.bfloat16
-            beside = [name for name in self._loaded.unmerged if narrow and name == (voice or SHARED_ADAPTER)]
+            speaker = voice or SHARED_ADAPTER
+            beside = (speaker,) if speaker in unmerged else ()
             with self._loaded.speaking_as(voice):
                 layers += self._layers_joined(partial(_Linear, adapters=beside, products=PlainProducts()))
         return layers

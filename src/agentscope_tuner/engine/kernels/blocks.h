@@ -257,8 +257,7 @@ struct Linear {
 
     template <class In>
     void operator()(const In* x, float* y, int64_t rows) const {
-        thread_local std::vector<In> room;
-        multiply_tiles(rank == 0 ? x : with_update(x, rows, room), tiles, y, rows, outputs, inputs + rank, outputs);
+        multiply_tiles(rank == 0 ? x : with_update(x, rows), tiles, y, rows, outputs, inputs + rank, outputs);
         if (bias == nullptr) return;
         for (int64_t row = 0; row < rows; row++)
             for (int64_t j = 0; j < outputs; j++) y[row * outputs + j] += number(bias[j]);
@@ -267,8 +266,9 @@ struct Linear {
    private:
     // Rows (rows, inputs + rank).
     template <class In>
-    const In* with_update(const In* x, int64_t rows, std::vector<In>& room) const {
+    const In* with_update(const In* x, int64_t rows) const {
         thread_local std::vector<float> parts;
+        thread_local std::vector<In> room;
         parts.resize(rows * rank);
         multiply_tiles(x, a, parts.data(), rows, rank, inputs, rank);
         room.resize(rows * (inputs + rank));
