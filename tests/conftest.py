@@ -16,6 +16,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers import models as tokenizer_models
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from agentscope_tuner.engine.native import NativeKernels, Way
 from agentscope_tuner.engine.reading import model_directory
 from agentscope_tuner.engine.trial import native_kernels
 
@@ -79,6 +80,15 @@ def tiny_agent_dir() -> Path:
 def kernels() -> None:
     """Compiled kernels are there; without them, tests of what needs them would compare nothing with nothing."""
     assert native_kernels() is not None
+
+
+@pytest.fixture(params=[*Way])
+def kernels_each_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> NativeKernels:
+    """Compiled ones that multiply bfloat16 in one of these ways; the processor may have only the first."""
+    kernels = native_kernels()
+    assert kernels is not None
+    monkeypatch.setattr(kernels, "way", request.param)
+    return kernels
 
 
 @pytest.fixture

@@ -39,7 +39,6 @@ from agentscope_tuner.engine.models import (
 )
 from agentscope_tuner.engine.products import OneDnnProducts, WideProducts
 from agentscope_tuner.engine.sampler import Sampler
-from agentscope_tuner.engine.trial import native_kernels
 from agentscope_tuner.errors import ConfigError, ModelError, RoleError
 from agentscope_tuner.opponents import OpponentPool, plain_cast
 from agentscope_tuner.reporting import read_episodes
@@ -142,16 +141,11 @@ def test_updates_are_multiplied_as_the_weights_beside_them_are(
         assert (torch.tensor(calls[0].logprobs) - plain_logprobs(loaded, calls[0])).abs().max() > 0.05
 
 
-@pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("way", native.Way)
+@pytest.mark.usefixtures("kernels_each_way")
 @pytest.mark.parametrize("roles", [(), ROLES])
 def test_small_models_in_bfloat16_have_updates_beside_their_weights(
-    roles: tuple[str, ...], way: native.Way, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+    roles: tuple[str, ...], tiny_model_dir: Path
 ) -> None:
-    kernels = native_kernels()
-    assert kernels is not None
-    monkeypatch.setattr(kernels, "way", kernels.way)  # and as it was again, in the end
-    kernels.way = way  # or as it was, where the processor has no such thing
     engine = EngineConfig(device="cpu", dtype="bfloat16")
     config = TunerModelConfig(model_path=str(tiny_model_dir), max_model_len=512, lora=LoraConfig(rank=3))
     loaded = load_model(config, engine, roles)
@@ -162,8 +156,7 @@ def test_small_models_in_bfloat16_have_updates_beside_their_weights(
     assert isinstance(sampler._runner.decoder, WholeDecoder)
     wide = load_model(config, EngineConfig(device="cpu"), roles)
     wide.model.load_state_dict(loaded.model.state_dict())
-    names = {"solver": "solver", "critic": "critic"} if roles else {}
-    calls = play(loaded, sampler, episodes=8, mixed_params=False, adapters=names)
+    calls = play(loaded, sampler, episodes=8, mixed_params=False, adapters={role: role for role in roles})
     differences, bare = [], []
     for call in calls:
         recorded = torch.tensor(call.logprobs)

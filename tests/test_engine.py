@@ -990,15 +990,10 @@ def test_compiled_steps_have_the_gradients_of_modules(family: str, tiny_model_di
     assert relative_difference(compiled, gradients(loaded)) < 1e-5
 
 
-@pytest.mark.parametrize("way", Way)
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
 def test_layers_in_bfloat16_have_the_gradients_of_those_in_float32(
-    family: str, way: Way, tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, kernels_each_way: NativeKernels, tiny_model_dir: Path, tmp_path: Path
 ) -> None:
-    kernels = native_kernels()
-    assert kernels is not None
-    monkeypatch.setattr(kernels, "way", kernels.way)  # and as it was again, in the end
-    kernels.way = way  # or as it was, where the processor has no such thing
     directory = tiny_model_dir if family == "qwen3" else save_family(family, tiny_model_dir, tmp_path)
     engine = EngineConfig(device="cpu", dtype="bfloat16")
     narrow, wide = (load_model(TunerModelConfig(model_path=str(directory), max_model_len=256), engine) for _ in "ab")
@@ -1007,7 +1002,7 @@ def test_layers_in_bfloat16_have_the_gradients_of_those_in_float32(
     datums = [Datum(call, (-1.0) ** i, 0.0, i) for i, call in enumerate(calls)]
     weigh(datums, "token", 12)
     learners = [Learner(loaded, AlgorithmConfig(), engine, 12) for loaded in (narrow, wide)]
-    ours, theirs = LayerDecoder(narrow, kernels, wide=False), learners[1]._pass.forward.__self__
+    ours, theirs = LayerDecoder(narrow, kernels_each_way, wide=False), learners[1]._pass.forward.__self__
     theirs._cosines, theirs._sines = ours._cosines, ours._sines  # the model's own are rounded with its weights
     learners[0]._pass.forward = ours.hidden_states
     for learner in learners:

@@ -172,16 +172,11 @@ def test_gates_of_any_size() -> None:
     torch.testing.assert_close(found, wanted)
 
 
-@pytest.mark.parametrize("way", native.Way)
 @pytest.mark.parametrize(("tokens", "width", "inner"), [(1, 64, 96), (45, 96, 40), (77, 40, 64), (301, 64, 544)])
 def test_rounded_layers_of_any_size(
-    tokens: int, width: int, inner: int, way: native.Way, monkeypatch: pytest.MonkeyPatch
+    tokens: int, width: int, inner: int, kernels_each_way: native.NativeKernels
 ) -> None:
     """Pieces that are whole or not, as registers for matrices need them, against the same in float32."""
-    kernels = native_kernels()
-    assert kernels is not None
-    monkeypatch.setattr(kernels, "way", kernels.way)  # and as it was again, in the end
-    kernels.way = way  # or as it was, where the processor has no such thing
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> Tensor:
@@ -194,8 +189,8 @@ def test_rounded_layers_of_any_size(
     for dtype in (torch.bfloat16, torch.float32):
         seen, out, gate, up, down = (tensor.to(dtype) for tensor in (attended, *weights))
         given = (out, norm, gate, up, down)
-        y, *kept = kernels.layer_out(x, seen, *given, 1e-6)
-        found.append([y, *kernels.layer_out_backward(grad, seen, *given, *kept)])
+        y, *kept = kernels_each_way.layer_out(x, seen, *given, 1e-6)
+        found.append([y, *kernels_each_way.layer_out_backward(grad, seen, *given, *kept)])
     for rounded, exact in zip(*found, strict=True):
         assert rounded.shape == exact.shape
         assert (rounded.float() - exact).norm() < 1e-2 * exact.norm()

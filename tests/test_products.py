@@ -65,22 +65,15 @@ def test_products_inside_are_float32() -> None:
     assert torch.allclose(grad, b.sum(0).expand_as(a), rtol=1e-5, atol=1e-5)
 
 
-@pytest.fixture(params=[*Way])
-def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> NativeKernels:
-    """Compiled ones that multiply bfloat16 in one of these ways; the processor may have only the first."""
-    compiled = native_kernels()
-    assert compiled is not None
-    monkeypatch.setattr(compiled, "way", request.param)
-    return compiled
-
-
 @pytest.mark.parametrize("rows", [1, 8, 9, 129, 300])
 @pytest.mark.parametrize(("inputs", "outputs"), [(64, 32), (20, 33), (300, 7), (33, 64)])
-def test_products_of_bfloat16_are_rounded_once(kernels: NativeKernels, rows: int, inputs: int, outputs: int) -> None:
+def test_products_of_bfloat16_are_rounded_once(
+    kernels_each_way: NativeKernels, rows: int, inputs: int, outputs: int
+) -> None:
     torch.manual_seed(0)
     x, weight, bias = torch.randn(2, rows, inputs), torch.randn(outputs, inputs), torch.randn(outputs)
     x, weight, bias = (tensor.bfloat16() for tensor in (x, weight, bias))
-    ways = WideProducts(kernels)
+    ways = WideProducts(kernels_each_way)
     for given in (bias, None):
         exact = torch.nn.functional.linear(x.double(), weight.double(), None if given is None else given.double())
         found = ways.linear(x, ways.pack(weight), given, outputs)
@@ -90,13 +83,13 @@ def test_products_of_bfloat16_are_rounded_once(kernels: NativeKernels, rows: int
 
 
 @pytest.mark.parametrize("d", [20, 32, 64, 80])
-def test_attention_in_bfloat16(kernels: NativeKernels, d: int) -> None:
+def test_attention_in_bfloat16(kernels_each_way: NativeKernels, d: int) -> None:
     torch.manual_seed(0)
     tokens, kv_heads, group = 600, 2, 3
     q = (torch.randn(4, kv_heads * group, d) * d**-0.5).bfloat16().float()
     keys, values = torch.randn(2, 1, kv_heads, 608, d).bfloat16()
     lengths = torch.tensor([1, 31, 64, tokens])
-    found = kernels.attend(
+    found = kernels_each_way.attend(
         q, to_tiles(keys), to_pairs(values), torch.zeros(4, dtype=torch.int64), lengths,
         torch.empty(0, 3, dtype=torch.int64), torch.full((4,), -1),
     )  # fmt: skip
@@ -109,10 +102,12 @@ def test_attention_in_bfloat16(kernels: NativeKernels, d: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_modules_write_is_shared_copied_and_read_by_kernels(kernels: NativeKernels, dtype: torch.dtype) -> None:
+def test_what_modules_write_is_shared_copied_and_read_by_kernels(
+    kernels_each_way: NativeKernels, dtype: torch.dtype
+) -> None:
     torch.manual_seed(0)
     kv_heads, group, d, shared, tokens = 2, 3, 20, 7, 33
-    cache = KVCache((2, kv_heads, d), 3, 200, torch.empty(0, dtype=dtype), kernels)
+    cache = KVCache((2, kv_heads, d), 3, 200, torch.empty(0, dtype=dtype), kernels_each_way)
     q = torch.randn(1, kv_heads * group, tokens, d).to(dtype)
     k, v = torch.randn(2, 1, kv_heads, tokens, d).to(dtype)
     expected = CausalLayout().attend(0, q.double(), k.double(), v.double(), d**-0.5)[0]
