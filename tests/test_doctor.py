@@ -15,7 +15,7 @@ from rich.console import Console
 
 from agentscope_tuner import doctor
 from agentscope_tuner.doctor import Check
-from agentscope_tuner.engine import products
+from agentscope_tuner.engine import products, trial
 
 PYPROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
@@ -154,12 +154,26 @@ def test_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("python", "status"), [((3, 10), "missing"), ((3, 11), "ok"), ((3, 12), "ok"), ((3, 99), "warn")]
+    ("python", "status"), [((3, 10), "missing"), ((3, 11), "ok"), ((3, 13), "ok"), ((3, 99), "warn")]
 )
 def test_pythons(python: tuple[int, int], status: str) -> None:
     check = doctor.check_python(python)
     assert check.status == status
-    assert check.remedy == ("" if status == "ok" else "python3.12 -m venv .venv")
+    assert check.remedy == ("" if status == "ok" else "python3.13 -m venv .venv")
+
+
+def test_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert doctor.check_kernels() == Check("compiled kernels", "ok", "built")
+    monkeypatch.setattr(trial, "native_kernels", lambda: None)
+    refused = doctor.check_kernels()
+    assert refused.status == "ok"
+    assert "wrong or slow" in refused.found
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", "")
+    absent = doctor.check_kernels()
+    assert (absent.status, absent.remedy) == ("warn", "apt-get install g++")
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert doctor.check_kernels().status == "ok"
 
 
 # -------------------------------------------------------------------------------------------- model, folder, engine

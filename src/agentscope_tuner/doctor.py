@@ -57,7 +57,10 @@ TRINITY = {
 """What backend `trinity` imports, and where it comes from; a test compares them with the package's own."""
 
 _OPTIONAL = {"trl": "only the development tests need it"}
-_TESTED_PYTHON = ((3, 11), (3, 12))
+_TESTED_PYTHON = ((3, 11), (3, 13))
+_TRINITY_PYTHON = (3, 12)
+"""The newest that trinity-rft can be installed on."""
+_WITHOUT_KERNELS = "small models are sampled at a third of the speed"
 _MIN_FREE_GB = 2.0
 _SMOKE_PROMPTS = 16
 _SMOKE_SETTINGS = {"max_model_len": 256, "max_tokens": 32}
@@ -112,11 +115,19 @@ def show(checks: list[Check], console: Console) -> None:
 
 def check_kernels() -> Check:
     """Could the compiled kernels be built?"""
+    from agentscope_tuner.engine.compiling import find_compiler
     from agentscope_tuner.engine.trial import native_kernels
 
-    missing = "not in use (no g++ or clang++, or wrong or slow results): long contexts are sampled more slowly"
-    found = "built" if native_kernels() else missing
-    return Check("compiled kernels", "ok", found)
+    name = "compiled kernels"
+    if native_kernels():
+        return Check(name, "ok", "built")
+    if find_compiler():
+        return Check(
+            name, "ok", f"not in use, as what the compiler makes fails, or is wrong or slow; {_WITHOUT_KERNELS}"
+        )
+    if sys.platform.startswith("linux"):
+        return Check(name, "warn", f"not built, as there is no g++; {_WITHOUT_KERNELS}", "apt-get install g++")
+    return Check(name, "ok", f"for Linux only; {_WITHOUT_KERNELS}")
 
 
 def check_bfloat16() -> Check:
@@ -199,7 +210,8 @@ def _check_torch() -> Iterator[Check]:
 def _check_trinity(*, quick: bool) -> Iterator[Check]:
     """Whoever has installed Trinity-RFT wants backend `trinity` to work."""
     if _installed("trinity-rft") is None:
-        yield Check("backend trinity", "ok", "not installed; `pip install 'agentscope-tuner[trinity]'` adds it")
+        how = f"`pip install 'agentscope-tuner[trinity]'` adds it, on Python {_dotted(_TRINITY_PYTHON)} or older"
+        yield Check("backend trinity", "ok", f"not installed; {how}")
         return
     if not quick:
         import agentscope_tuner.backends.trinity  # noqa: F401  # puts a stand-in for vLLM where there is none

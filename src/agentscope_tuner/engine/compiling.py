@@ -19,6 +19,13 @@ KERNELS = Path(__file__).with_name("kernels")
 _COMPILE = ["-c", "-fPIC", "-O3", "-march=native", "-ffast-math", "-fopenmp", "-pthread"]
 
 
+def find_compiler() -> list[str] | None:
+    """The command; None where there is none that kernels were ever built by."""
+    if not sys.platform.startswith("linux"):
+        return None
+    return shlex.split(os.environ.get("CXX", "")) or ([found] if (found := shutil.which("g++")) else None)
+
+
 def compile_kernels() -> Path:
     """Compile into the user's cache; what is there already is used.
 
@@ -27,8 +34,8 @@ def compile_kernels() -> Path:
         RuntimeError: nobody knows the user's home.
         subprocess.SubprocessError: it refuses the source.
     """
-    compiler = shlex.split(os.environ.get("CXX", "")) or [shutil.which("g++") or ""]
-    if not sys.platform.startswith("linux") or not compiler[0]:
+    compiler = find_compiler()
+    if compiler is None:
         raise OSError("no C++ compiler")
     # The machine's flags are part of the name: a home folder may be shared by different machines. So is what is linked,
     # which differs between builds of PyTorch.
