@@ -154,7 +154,8 @@ def test_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("python", "status"), [((3, 10), "missing"), ((3, 11), "ok"), ((3, 13), "ok"), ((3, 99), "warn")]
+    ("python", "status"),
+    [((3, 10), "missing"), ((3, 11), "ok"), ((3, 12), "ok"), ((3, 13), "ok"), ((3, 99), "warn")],
 )
 def test_pythons(python: tuple[int, int], status: str) -> None:
     check = doctor.check_python(python)
