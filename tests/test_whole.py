@@ -27,11 +27,14 @@ from transformers import (
 from agentscope_tuner.config import EngineConfig, TunerModelConfig
 from agentscope_tuner.engine import decoder, fast_forms, native, products
 from agentscope_tuner.engine import sampler as sampling
+from agentscope_tuner.engine.attention import RowLayout
 from agentscope_tuner.engine.completions import Lines, Request
-from agentscope_tuner.engine.decoder import WholeDecoder
+from agentscope_tuner.engine.decoder import FusedDecoder, ModuleDecoder, NativeDecoder, WholeDecoder
+from agentscope_tuner.engine.kv_cache import KVCache
 from agentscope_tuner.engine.models import load_model
 from agentscope_tuner.engine.native import Job, NativeKernels, Outcome, Way
 from agentscope_tuner.engine.placing import NO_SLOT
+from agentscope_tuner.engine.products import PlainProducts
 from agentscope_tuner.engine.sampler import Sampler
 from agentscope_tuner.engine.slots import Trunk
 from agentscope_tuner.engine.trial import native_kernels
@@ -214,6 +217,47 @@ def test_threads_share_weights_of_many_rows(odd_model_dir: Path, monkeypatch: py
             finish_reason="", text="", policy_version=0,
         )  # fmt: skip
         assert (torch.tensor(sample.logprobs) - plain_logprobs(reference, call)).abs().max() < 0.05
+
+
+@pytest.mark.usefixtures("way", "threads")
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("kind", [ModuleDecoder, FusedDecoder, NativeDecoder, WholeDecoder])
+def test_rows_that_are_not_wanted_end_with_their_keys(
+    kind: Any, layers: int, shared: bool, tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And whatever comes after them is the same."""
+    monkeypatch.setattr(decoder, "is_small", lambda _: not shared)
+    monkeypatch.setattr(native, "_PIECE", 5)
+    torch.set_num_threads(2)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
+    tokenizer.save_pretrained(tmp_path)
+    torch.manual_seed(0)
+    Qwen2ForCausalLM(Qwen2Config(
+        vocab_size=len(tokenizer), hidden_size=96, intermediate_size=160, num_hidden_layers=layers,
+        num_attention_heads=6, num_key_value_heads=2,
+    )).save_pretrained(tmp_path)  # fmt: skip
+    loaded = load_model(TunerModelConfig(model_path=str(tmp_path), max_model_len=64), NARROW)
+    chosen = kind(loaded) if kind is ModuleDecoder else kind(loaded, PlainProducts())
+    length, width = 12, 96
+    ids, positions = torch.arange(3, 3 + 2 * length)[:, None], torch.arange(length).repeat(2)[:, None]
+    slots = torch.arange(2).repeat_interleave(length)
+
+    def hidden(rows: torch.Tensor | None) -> tuple[torch.Tensor, KVCache]:
+        cache = KVCache(decoder.cache_shape(loaded), 2, length, torch.empty(0, dtype=torch.bfloat16), native_kernels())
+        layout = RowLayout(cache, positions[:, 0].contiguous(), slots, torch.full_like(slots, -1))
+        return chosen.hidden(ids, positions, layout, (), rows), cache
+
+    with torch.inference_mode():
+        every, expected = hidden(None)
+        for rows in ([3, 11, 12, 23], [7], [], [*range(2 * length)]):
+            found, cache = hidden(torch.tensor(rows, dtype=torch.int64))
+            assert found.shape == (len(rows), 1, width)
+            for ours, theirs in zip([*cache.keys, *cache.values], [*expected.keys, *expected.values], strict=True):
+                assert torch.equal(ours, theirs)
+            if kind is WholeDecoder:
+                assert torch.equal(found, every[rows]), "to the last bit"
+            assert (found.float() - every[rows].float()).norm() <= 0.01 * every[rows].float().norm()
 
 
 @pytest.mark.parametrize("way", [*Way])

@@ -124,7 +124,7 @@ class RowLayout:
         self._stack = stack  # it is read by address
         self.trunks = stack.places if stack is not None else torch.empty(len(cache.keys), 0, 3, dtype=torch.int64)
 
-    def rows(self, rows: slice) -> RowLayout:
+    def rows(self, rows: slice | Tensor) -> RowLayout:
         """Some of the rows."""
         return RowLayout(self.cache, self.own[rows], self.slots[rows], self.trunk_of[rows], self._stack)
 

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from agentscope_tuner.engine.attention import CausalLayout, GpuRowLayout, RowLayout, SlotLayout
 from agentscope_tuner.engine.fast_forms import is_small
+from agentscope_tuner.engine.joined_linear import GpuJoinedLinear, JoinedLinear, Speakers, Voices
 from agentscope_tuner.engine.kv_cache import KVCache
-from agentscope_tuner.engine.models import SHARED_ADAPTER, LoadedModel, layer_weight, low_rank_update
+from agentscope_tuner.engine.models import SHARED_ADAPTER, LoadedModel, layer_weight
 from agentscope_tuner.engine.native import Job, SmallModel, weight_tiles
 from agentscope_tuner.engine.products import PlainProducts, Products, computes_wide, linears
 
@@ -33,42 +34,24 @@ _SMALL_HEAD = 2**24
 CacheLayout = CausalLayout | SlotLayout | RowLayout | GpuRowLayout
 
 
-class Voices:
-    """Who speaks in each row, for a GPU: it does the same whoever that is."""
-
-    def __init__(self, of_row: Tensor) -> None:
-        """Numbers (B,) of `LoadedModel.voices`."""
-        self._of_row = of_row
-        self._others: dict[tuple[tuple[str, int], ...], Tensor] = {}
-
-    def others(self, ranks: tuple[tuple[str, int], ...], voice_of: Tensor) -> Tensor:
-        """Whether columns are not of the row's own voice (B, R).
-
-        Args:
-            ranks: how many columns each adapter has; found again by that, as layers are alike.
-            voice_of: (R,) the number of each column's voice.
-        """
-        if ranks not in self._others:
-            self._others[ranks] = self._of_row[:, None] != voice_of
-        return self._others[ranks]
-
-
-Speakers = Sequence[tuple[str, int]] | Voices
-"""The adapter of each of the layout's groups of rows, and how many rows it has; for a GPU, `Voices`. Empty: no role has
-an adapter of its own."""
-
-
 class Decoder(Protocol):
     """Maps new tokens to final hidden states."""
 
     def refresh(self) -> None:
         """The weights have changed."""
 
-    def hidden(self, ids: Tensor, positions: Tensor, layout: CacheLayout, speakers: Speakers = ()) -> Tensor:
-        """(B, N) token ids and absolute positions to (B, N, D)."""
+    def hidden(
+        self, ids: Tensor, positions: Tensor, layout: CacheLayout, speakers: Speakers = (), rows: Tensor | None = None
+    ) -> Tensor:
+        """(B, N) token ids and absolute positions to (B, N, D), or (R, N, D) of some `rows` (R,), in any order."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(B, D) to (B, V)."""
+
+
+def take_rows(rows: Tensor | None, *given: Tensor) -> tuple[Tensor, ...]:
+    """Of the last layer, what comes after attention is needed only for them: nobody attends to it."""
+    return given if rows is None else tuple(one.index_select(0, rows) for one in given)
 
 
 class ModuleDecoder:
@@ -81,10 +64,12 @@ class ModuleDecoder:
     def refresh(self) -> None:
         """Nothing to do: the modules hold the weights."""
 
-    def hidden(self, ids: Tensor, positions: Tensor, layout: CacheLayout, speakers: Speakers = ()) -> Tensor:
-        """(B, N) token ids and absolute positions to (B, N, D)."""
+    def hidden(
+        self, ids: Tensor, positions: Tensor, layout: CacheLayout, speakers: Speakers = (), rows: Tensor | None = None
+    ) -> Tensor:
+        """(B, N) token ids and absolute positions to (B, N, D), or (R, N, D) of some `rows` (R,), in any order."""
         with linears(wide=self._wide):
-            return self._hidden(ids, positions, layout, speakers)
+            return take_rows(rows, self._hidden(ids, positions, layout, speakers))[0]
 
     def _hidden(self, ids: Tensor, positions: Tensor, layout: CacheLayout, speakers: Speakers) -> Tensor:
         if not self._loaded.adapters or isinstance(layout, CausalLayout):
@@ -107,99 +92,8 @@ class ModuleDecoder:
         return logits
 
 
-class _Linear:
-    """A linear layer."""
-
-    def __init__(self, layers: Sequence[Any], adapters: Sequence[str], products: Products) -> None:
-        """Join layers that read the same input."""
-        weights = [layer_weight(layer, merged=not adapters) for layer in layers]
-        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
-        given = [layer.bias.detach() for layer in layers if getattr(layer, "bias", None) is not None]
-        self.bias = torch.cat(given) if given else None
-        self._products = products
-        updates = {name: update for name in adapters if (update := _join_updates(layers, name)) is not None}
-        self._ranks = tuple((name, len(down)) for name, (down, _) in updates.items())
-        self._updates = {
-            name: (len(down), products.pack(down), products.pack(up)) for name, (down, up) in updates.items()
-        }
-        self._outputs = len(weight)
-        self.weight = products.pack(weight)
-
-    @property
-    def update(self) -> tuple[Tensor, Tensor] | None:
-        """That of its only adapter, if it has one: down and up, as they are packed."""
-        if not self._updates:
-            return None
-        ((_, down, up),) = self._updates.values()
-        return down, up
-
-    def __call__(self, x: Tensor, speakers: Speakers = ()) -> Tensor:
-        out = self._products.linear(x, self.weight, self.bias, self._outputs)
-        if self._ranks:
-            self._update(out, x, speakers)
-        return out
-
-    def _update(self, out: Tensor, x: Tensor, speakers: Speakers) -> None:
-        assert not isinstance(speakers, Voices)
-        row = 0
-        for adapter, rows in speakers or [(SHARED_ADAPTER, len(x))]:
-            if adapter in self._updates:
-                rank, down, up = self._updates[adapter]
-                part = self._products.linear(x[row : row + rows], down, None, rank)
-                out[row : row + rows] += self._products.linear(part, up, None, self._outputs)
-            row += rows
-
-
-class _GpuLinear(_Linear):
-    """The same on a GPU: the updates of all adapters at once, of which each row takes its own.
-
-    So a step can be recorded whoever speaks in it, and has few kernels.
-    """
-
-    def __init__(
-        self, layers: Sequence[Any], adapters: Sequence[str], products: Products, voices: Mapping[str, int]
-    ) -> None:
-        """Join layers that read the same input; voices have numbers."""
-        super().__init__(layers, adapters, products)
-        self._tensors = [tensor for tensor in (self.weight, self.bias) if tensor is not None]
-        if self._updates:
-            _, downs, ups = zip(*self._updates.values(), strict=True)
-            # One that all share is nobody's voice, and everybody speaks with it.
-            numbers = [voices.get(name, -1) for name, rank in self._ranks for _ in range(rank)]
-            self.joined = torch.cat(downs), torch.cat(ups, 1), torch.tensor(numbers, device=self.weight.device)
-            """Down (R, in) and up (out, R) of all adapters, and whose voice each of the R is."""
-            self._tensors += self.joined
-            self._updates.clear()
-
-    def _update(self, out: Tensor, x: Tensor, speakers: Speakers) -> None:
-        down, up, voice_of = self.joined
-        parts = F.linear(x, down)
-        if isinstance(speakers, Voices):
-            parts.masked_fill_(speakers.others(self._ranks, voice_of), 0.0)
-        out.addmm_(parts, up.T)
-
-    def assign(self, other: _GpuLinear) -> None:
-        """Take the numbers of another one of this form, and stay where it is; but not where adapters come or go."""
-        if self._ranks != other._ranks:
-            vars(self).update(vars(other))
-        for mine, theirs in zip(self._tensors, other._tensors, strict=True):
-            if mine.data_ptr() != theirs.data_ptr():
-                mine.copy_(theirs)
-
-
-def _join_updates(layers: Sequence[nn.Module], adapter: str) -> tuple[Tensor, Tensor] | None:
-    """An adapter's low-rank update of joined layers: down (R, in), up (out, R) with the scale in it."""
-    downs, ups = [], []
-    for layer in layers:
-        update = low_rank_update(layer, adapter)
-        if update is not None:
-            downs.append(update[0])
-        ups.append(update[1] if update is not None else layer_weight(layer, merged=False)[:, :0])
-    return (torch.cat(downs), torch.block_diag(*ups)) if downs else None
-
-
 _Join = Callable[[Sequence[nn.Module]], Any]
-"""Makes a `_Linear` of layers that read the same input."""
+"""Makes a `JoinedLinear` of layers that read the same input."""
 
 
 class _Layer:
@@ -220,7 +114,7 @@ class _Layer:
         self.scaling = attention.scaling
 
     def assign(self, other: _Layer) -> None:
-        """See `_GpuLinear.assign`. Norms are the model's own, so they are as they should be."""
+        """See `GpuJoinedLinear.assign`. Norms are the model's own, so they are as they should be."""
         for name in ("qkv", "out", "gate_up", "down"):
             getattr(self, name).assign(getattr(other, name))
 
@@ -279,7 +173,7 @@ class FusedDecoder:
         return (_Layer(block, join) for block in self._loaded.model.get_decoder().layers)
 
     def _joining(self) -> _Join:
-        return partial(_Linear, adapters=self._loaded.unmerged, products=self._products)
+        return partial(JoinedLinear, adapters=self._loaded.unmerged, products=self._products)
 
     def _rotary_table(self) -> tuple[Tensor, Tensor]:
         return rotary_table(self._loaded)
@@ -288,9 +182,12 @@ class FusedDecoder:
         # rotate_half(x) * sin, with the sign already in the table
         return torch.addcmul(x * cos, x.roll(self._head_dim // 2, -1), sin)
 
-    def hidden(self, ids: Tensor, positions: Tensor, layout: CacheLayout, speakers: Speakers = ()) -> Tensor:
-        """(B, N) token ids and absolute positions to (B, N, D)."""
+    def hidden(
+        self, ids: Tensor, positions: Tensor, layout: CacheLayout, speakers: Speakers = (), rows: Tensor | None = None
+    ) -> Tensor:
+        """(B, N) token ids and absolute positions to (B, N, D), or (R, N, D) of some `rows` (R,), in any order."""
         assert not isinstance(layout, GpuRowLayout)
+        early = rows if not speakers else None  # those of a voice have to stay together
         b, n = ids.shape
         heads, kv, d = self._heads, self._kv_heads, self._head_dim
         x = F.embedding(ids, self._embedding)
@@ -309,10 +206,15 @@ class FusedDecoder:
                 qk = torch.cat([rms_norm(part, norm, self._eps) for part, norm in parts], 2)
             q, k = self._rotate(qk, cos, sin).split([heads, kv], 2)
             attended = layout.attend(index, q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), 1.0)
-            x = layer.out(attended.reshape(b, n, heads * d), speakers).add_(x)
+            attended = attended.reshape(b, n, heads * d)
+            if layer is self._layers[-1]:
+                x, attended = take_rows(early, x, attended)
+            x = layer.out(attended, speakers).add_(x)
             normed = rms_norm(x, layer.norm_mid, self._eps)
             gate, up = layer.gate_up(normed, speakers).chunk(2, -1)
             x = layer.down(F.silu(gate).mul_(up), speakers).add_(x)
+        if early is None:
+            (x,) = take_rows(rows, x)
         return rms_norm(x, self._norm, self._eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -328,8 +230,10 @@ class NativeDecoder(FusedDecoder):
         cosines, sines = super()._rotary_table()
         return cosines.float(), sines.float()
 
-    def hidden(self, ids: Tensor, positions: Tensor, layout: CacheLayout, speakers: Speakers = ()) -> Tensor:
-        """(B, 1) token ids and absolute positions to (B, 1, D)."""
+    def hidden(
+        self, ids: Tensor, positions: Tensor, layout: CacheLayout, speakers: Speakers = (), rows: Tensor | None = None
+    ) -> Tensor:
+        """(B, 1) token ids and absolute positions to (B, 1, D), or (R, 1, D) of some `rows` (R,), in any order."""
         assert isinstance(layout, RowLayout | GpuRowLayout)
         kernels, cache, at = layout.kernels, layout.cache, positions[:, 0].contiguous()
         # What the layers add up stays in float32, whatever the weights are.
@@ -341,10 +245,13 @@ class NativeDecoder(FusedDecoder):
                 layer.qkv(normed, speakers), layer.norms, self._table, at, layout.slots, layout.own,
                 cache.keys[index], cache.values[index], layer.scaling, self._eps,
             )  # fmt: skip
+            if layer is self._layers[-1] and rows is not None and isinstance(layout, RowLayout) and not speakers:
+                x, queries = take_rows(rows, x, queries)
+                layout, rows = layout.rows(rows), None
             y = layer.out(layout.attend_queries(index, queries).flatten(1), speakers)
             normed = kernels.add_norm(x, y, layer.norm_mid, self._eps)
             y = layer.down(kernels.gate_joined(layer.gate_up(normed, speakers)), speakers)
-        return kernels.add_norm(x, y, self._norm, self._eps)[:, None]
+        return take_rows(rows, kernels.add_norm(x, y, self._norm, self._eps))[0][:, None]
 
 
 class GpuDecoder(NativeDecoder):
@@ -371,7 +278,7 @@ class GpuDecoder(NativeDecoder):
         return self._loaded.voices
 
     def _joining(self) -> _Join:
-        return partial(_GpuLinear, adapters=self._loaded.unmerged, products=self._products, voices=self.voices)
+        return partial(GpuJoinedLinear, adapters=self._loaded.unmerged, products=self._products, voices=self.voices)
 
 
 class WholeDecoder(NativeDecoder):
@@ -393,7 +300,7 @@ class WholeDecoder(NativeDecoder):
             speaker = voice or SHARED_ADAPTER
             beside = (speaker,) if speaker in unmerged else ()
             with self._loaded.speaking_as(voice):
-                layers += self._layers_joined(partial(_Linear, adapters=beside, products=PlainProducts()))
+                layers += self._layers_joined(partial(JoinedLinear, adapters=beside, products=PlainProducts()))
         return layers
 
     @torch.no_grad()
@@ -462,7 +369,7 @@ class WholeDecoder(NativeDecoder):
     def begin(
         self, ids: Tensor, positions: Tensor, layout: RowLayout, wanted: Tensor, speakers: Speakers
     ) -> Job[Tensor]:
-        """Begin to run (B,) token ids at absolute positions: to hidden states (R, D) of the rows that are wanted."""
+        """Begin to run (B,) token ids at absolute positions: to hidden states (R, D) of wanted rows, ascending."""
         assert not isinstance(speakers, Voices)
         if len(ids):
             self.check(int(ids.min()), int(ids.max()))
@@ -471,11 +378,13 @@ class WholeDecoder(NativeDecoder):
         rows = (ids, positions, layout.slots, layout.own, layout.lengths, layout.trunk_of, voice_of)
         return layout.kernels.begin_pass(self.over(layout.cache), rows, layout.trunks, wanted)
 
-    def hidden(self, ids: Tensor, positions: Tensor, layout: CacheLayout, speakers: Speakers = ()) -> Tensor:
-        """(B, 1) token ids and absolute positions to (B, 1, D)."""
+    def hidden(
+        self, ids: Tensor, positions: Tensor, layout: CacheLayout, speakers: Speakers = (), rows: Tensor | None = None
+    ) -> Tensor:
+        """(B, 1) token ids and absolute positions to (B, 1, D), or (R, 1, D) of some `rows` (R,), ascending."""
         assert isinstance(layout, RowLayout)
-        every = torch.arange(len(ids))
-        job = self.begin(ids[:, 0].contiguous(), positions[:, 0].contiguous(), layout, every, speakers)
+        rows = torch.arange(len(ids)) if rows is None else rows
+        job = self.begin(ids[:, 0].contiguous(), positions[:, 0].contiguous(), layout, rows, speakers)
         return job.finish()[:, None]
 
 

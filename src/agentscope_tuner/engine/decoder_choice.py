@@ -18,8 +18,6 @@ from agentscope_tuner.engine.decoder import (
     GpuDecoder,
     ModuleDecoder,
     NativeDecoder,
-    Speakers,
-    Voices,
     WholeDecoder,
     cache_shape,
 )
@@ -30,6 +28,7 @@ from agentscope_tuner.engine.fast_forms import (
     kernels_for,
     tell_of_modules,
 )
+from agentscope_tuner.engine.joined_linear import Speakers, Voices
 from agentscope_tuner.engine.kv_cache import KVCache
 from agentscope_tuner.engine.models import LoadedModel, agree
 from agentscope_tuner.engine.native import NativeKernels

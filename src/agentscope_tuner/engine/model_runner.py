@@ -34,13 +34,12 @@ from agentscope_tuner.engine.decoder import (
     Decoder,
     GpuDecoder,
     ModuleDecoder,
-    Speakers,
-    Voices,
     WholeDecoder,
     cache_shape,
 )
 from agentscope_tuner.engine.decoder_choice import choose_decoder
 from agentscope_tuner.engine.fast_forms import has_whole_form, kernels_for
+from agentscope_tuner.engine.joined_linear import Speakers, Voices
 from agentscope_tuner.engine.kv_cache import KVCache, PrefixStack
 from agentscope_tuner.engine.models import LoadedModel
 from agentscope_tuner.engine.native import Job, Outcome
@@ -263,12 +262,13 @@ class ModelRunner:
         if not self._compiled:
             return self._arranged_rows(work)
         ids, positions, layout = self._rows(work)
-        hidden = self.decoder.hidden(ids[:, None], positions[:, None], layout, self._speakers_of(work))[:, 0]
-        return self._some(hidden, work.wanted_tokens)
+        wanted = self._some(work.wanted_tokens, len(ids))
+        return self.decoder.hidden(ids[:, None], positions[:, None], layout, self._speakers_of(work), wanted)[:, 0]
 
-    def _some(self, hidden: Tensor, wanted: np.ndarray) -> Tensor:
-        in_place = np.array_equal(wanted, np.arange(len(hidden)))
-        return hidden if in_place else hidden.index_select(0, self._sent(torch.from_numpy(wanted)))
+    def _some(self, wanted: np.ndarray, count: int) -> Tensor | None:
+        """Rows that are wanted of so many, or None: all, as they are."""
+        in_place = np.array_equal(wanted, np.arange(count))
+        return None if in_place else self._sent(torch.from_numpy(wanted))
 
     def _rows(self, work: Work) -> tuple[Tensor, Tensor, RowLayout | GpuRowLayout]:
         """Ids (N,), positions (N,) and layout for compiled attention."""
@@ -322,8 +322,8 @@ class ModelRunner:
         tokens = np.repeat((work.counts.cumsum() - work.counts)[order], counts) + within
         positions = np.repeat(work.lineup.begun[order] + first, counts) + within
         ids, places = (torch.from_numpy(array)[:, None].to(self._device) for array in (work.ids[tokens], positions))
-        hidden = self.decoder.hidden(ids, places, SlotLayout(self.cache, groups), speakers)[:, 0]
-        return self._some(hidden, tokens.argsort()[work.wanted_tokens])
+        wanted = self._some(tokens.argsort()[work.wanted_tokens], len(tokens))
+        return self.decoder.hidden(ids, places, SlotLayout(self.cache, groups), speakers, wanted)[:, 0]
 
     def _arrange(self, work: Work) -> _Arrangement:
         number = {slot: number for number, slot in enumerate(work.lineup.slots)}

@@ -16,7 +16,8 @@ from torch import Tensor
 from agentscope_tuner.algorithms.distributions import temper, truncate
 from agentscope_tuner.engine.attention import GpuRowLayout
 from agentscope_tuner.engine.completions import Drawing, Work
-from agentscope_tuner.engine.decoder import GpuDecoder, Voices
+from agentscope_tuner.engine.decoder import GpuDecoder
+from agentscope_tuner.engine.joined_linear import Voices
 from agentscope_tuner.engine.kv_cache import KVCache
 
 _ROUNDED = 64

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from agentscope_tuner.algorithms.packing import PackedTree, pack
 from agentscope_tuner.config import EngineConfig
 from agentscope_tuner.engine.attention import CausalLayout, Layout
-from agentscope_tuner.engine.decoder import cache_shape, rotary_table
+from agentscope_tuner.engine.decoder import cache_shape, rotary_table, take_rows
 from agentscope_tuner.engine.fast_forms import (
     gpu_kernels_for,
     has_fused_form,
@@ -170,7 +170,7 @@ class TrainableDecoder:
             q, k, v = (heads.transpose(0, 1)[None] for heads in (q, k, v))
             attended = layout.attend(index, q, k, v, attention.scaling).flatten(2).squeeze(0)
             if index == len(base.layers) - 1:
-                x, attended = _take(rows, x, attended)
+                x, attended = take_rows(rows, x, attended)
             y = attention.o_proj(attended.to(self._outer))
             x, normed = self._add_norm(x, y, block.post_attention_layernorm)
             gated: Tensor = _Gate.apply(mlp.gate_proj(normed), mlp.up_proj(normed), self._kernels)  # type: ignore[no-untyped-call]
@@ -194,11 +194,6 @@ class TrainableDecoder:
             heads = self._norm(heads, getattr(attention, norm), self._inner)
         rotated: Tensor = _Rotate.apply(heads, self._cosines, self._sines, positions, self._kernels)  # type: ignore[no-untyped-call]
         return rotated
-
-
-def _take(rows: Tensor | None, *given: Tensor) -> tuple[Tensor, ...]:
-    """Of the last layer, what comes after attention is needed only for them: nobody attends to it."""
-    return given if rows is None else tuple(one.index_select(0, rows) for one in given)
 
 
 class LayerDecoder(TrainableDecoder):
@@ -250,7 +245,7 @@ class LayerDecoder(TrainableDecoder):
                 heads, layout, self._kernels, *head_norms,
             )  # type: ignore[no-untyped-call]  # fmt: skip
             if block is base.layers[-1]:
-                x, attended = _take(rows, x, attended)
+                x, attended = take_rows(rows, x, attended)
             x = _LayerOut.apply(
                 x, attended.to(self._outer), attention.o_proj.weight, after, mlp.gate_proj.weight,
                 mlp.up_proj.weight, mlp.down_proj.weight, self._eps, self._kernels,

@@ -60,6 +60,17 @@ class Pass {
         drawing = by;
         twins = alike;
         hidden = to;
+        for (auto* rows : {&kept, &kept_slots, &kept_lengths, &kept_trunk_of, &place}) rows->clear();
+        for (int64_t k = 0; k < batch.wanted_count; k++) {
+            const int64_t row = batch.wanted[k];
+            if (kept.empty() || kept.back() != row) {
+                kept.push_back(row);
+                kept_slots.push_back(batch.slots[row]);
+                kept_lengths.push_back(batch.lengths[row]);
+                kept_trunk_of.push_back(batch.trunk_of[row]);
+            }
+            place.push_back(kept.size() - 1);
+        }
         begin();
     }
 
@@ -77,9 +88,15 @@ class Pass {
    protected:
     virtual void begin() = 0;
 
+    bool is_last(int64_t index) const { return index + 1 == model.count; }
+
+    // In the last layer, that of the rows which are kept.
     Attention<T> attention_of(const Layer<T>& layer, int64_t index) const {
-        return {cache_of(layer), batch.trunks + index * batch.trunk_count, batch.trunk_of, batch.slots, batch.lengths,
-                model.heads / model.kv_heads};
+        const Trunk* const trunks = batch.trunks + index * batch.trunk_count;
+        const int64_t group = model.heads / model.kv_heads;
+        if (is_last(index))
+            return {cache_of(layer), trunks, kept_trunk_of.data(), kept_slots.data(), kept_lengths.data(), group};
+        return {cache_of(layer), trunks, batch.trunk_of, batch.slots, batch.lengths, group};
     }
     Heads<T> heads_of(const Layer<T>& layer) const {
         return {layer.q_norm, layer.k_norm, model.cosines, model.sines, batch.positions, batch.slots, batch.own,
@@ -100,7 +117,16 @@ class Pass {
     Drawing drawing;
     Twins twins;
     T* hidden;
+    // Rows that are wanted, each once. Of others, nothing is needed beyond the last layer's keys and values.
+    std::vector<int64_t> kept, kept_slots, kept_lengths, kept_trunk_of;
+    std::vector<int64_t> place;  // of what is wanted, among those that are kept
 };
+
+// Moves rows to the front: those numbered from `numbers` on, less `first`, ascending.
+inline void move_rows(float* rows, const int64_t* numbers, int64_t count, int64_t first, int64_t width) {
+    for (int64_t i = 0; i < count; i++)
+        if (numbers[i] - first != i) std::copy_n(rows + (numbers[i] - first) * width, width, rows + i * width);
+}
 
 // Each thread with rows of its own, which it takes through all layers: between products of small matrices, making calls
 // and waiting for other threads takes longer than computing.
@@ -119,9 +145,10 @@ class ByRows : public Pass<T> {
         const Model<T>& model = this->model;
         const Batch& batch = this->batch;
         const float eps = this->eps;
-        const int64_t first = cuts[which], n = cuts[which + 1] - first, width = model.width;
+        const int64_t first = cuts[which], end = cuts[which + 1], width = model.width;
         const Layer<T>* const layers = model.layers + batch.voices[first] * model.count;
-        const auto blocks = this->attention_of(layers[0], 0).blocks(first, first + n);
+        int64_t from = first, n = end - first;  // rows that are there for attention, and what follows it
+        std::vector<std::pair<int64_t, int64_t>> blocks;
         const int64_t q_size = model.heads * model.d;
         sums.resize(n * width);
         in.resize(n * width);
@@ -142,8 +169,17 @@ class ByRows : public Pass<T> {
             // Whoever does earlier pieces never waits for later ones.
             for (int64_t before = which; before > 0 && batch.slots[cuts[before] - 1] == batch.slots[first]; before--)
                 while (written[before - 1].load(std::memory_order_acquire) <= index) std::this_thread::yield();
+            if (this->is_last(index)) {
+                const auto& kept = this->kept;
+                from = std::lower_bound(kept.begin(), kept.end(), first) - kept.begin();
+                n = std::lower_bound(kept.begin(), kept.end(), end) - kept.begin() - from;
+                if (n == 0) return;
+                move_rows(sums.data(), kept.data() + from, n, first, width);
+                move_rows(queries.data(), kept.data() + from, n, first, q_size);
+            }
+            if (blocks.empty() || this->is_last(index)) blocks = attention.blocks(from, from + n);
             for (const auto& block : blocks) {
-                float* const at = &queries[(block.first - first) * q_size];
+                float* const at = &queries[(block.first - from) * q_size];
                 for (int64_t head = 0; head < model.kv_heads; head++) attention.attend(at, at, block, head);
             }
             layer.out(queries.data(), change.data(), n);
@@ -152,7 +188,7 @@ class ByRows : public Pass<T> {
             change_by(layer, in.data(), change.data(), n);
             for (int64_t i = 0; i < n * width; i++) sums[i] += change[i];
         }
-        deliver(first, n, sums.data(), in);
+        deliver(from, n, sums.data(), in);
     }
 
    protected:
@@ -190,19 +226,19 @@ class ByRows : public Pass<T> {
     const int64_t threads;
 
    private:
-    // What is wanted of a piece: its rows from `first` on, whose sums (n, width) are complete.
+    // What is wanted of a piece: of kept rows, from `first` on, whose sums (n, width) are complete.
     void deliver(int64_t first, int64_t n, float* sums, std::vector<float>& normed) const {
         constexpr int64_t TOGETHER_DRAWN = 32;  // rows whose logits stay in a processor's cache
         thread_local std::vector<float> logits;
         const Model<T>& model = this->model;
-        const Batch& batch = this->batch;
+        const auto& place = this->place;
         const int64_t width = model.width, vocabulary = model.head.outputs;
-        const int64_t *const all = batch.wanted, *const none = all + batch.wanted_count;
-        const int64_t from = std::lower_bound(all, none, first) - all, to = std::lower_bound(all, none, first + n) - all;
+        const int64_t from = std::lower_bound(place.begin(), place.end(), first) - place.begin();
+        const int64_t to = std::lower_bound(place.begin(), place.end(), first + n) - place.begin();
         normed.resize(std::max(n, to - from) * width);  // a row may be wanted more than once
         for (int64_t k = from; k < to; k++) {
             float* const to_row = &normed[(k - from) * width];
-            add_norm<float>(sums + (all[k] - first) * width, nullptr, model.norm, to_row, width, this->eps);
+            add_norm<float>(sums + (place[k] - first) * width, nullptr, model.norm, to_row, width, this->eps);
             if (this->hidden != nullptr)
                 for (int64_t j = 0; j < width; j++) put(this->hidden + k * width + j, to_row[j]);
         }
@@ -238,17 +274,23 @@ class ByColumns : public ByRows<Bf16> {
             case NORM:
             case SPLIT:
             case NORM_AGAIN:
-                return pieces_of(batch.rows);
+                return pieces_of(going_on);
             case PROJECT:
-                return tiles_of(layer().qkv) * parts_of(batch.rows);
+                return tiles_of(layer().qkv) * parts_of(going_on);
             case ATTEND:
+                if (is_last(index)) {
+                    going_on = kept.size();
+                    move_rows(sums.data(), kept.data(), going_on, 0, model.width);
+                    move_rows(queries.data(), kept.data(), going_on, 0, model.heads * model.d);
+                }
+                if (index == 0 || is_last(index)) blocks = attention_of(layer(), index).blocks(0, going_on);
                 return blocks.size() * model.kv_heads;
             case OUT:
-                return tiles_of(layer().out) * parts_of(batch.rows);
+                return tiles_of(layer().out) * parts_of(going_on);
             case GATE:
-                return tiles_of(layer().gate_up) / 2 * parts_of(batch.rows);
+                return tiles_of(layer().gate_up) / 2 * parts_of(going_on);
             case DOWN:
-                return tiles_of(layer().down) * parts_of(batch.rows);
+                return tiles_of(layer().down) * parts_of(going_on);
             case FINISH:
                 return pieces_of(batch.wanted_count);
             case HEAD:
@@ -268,18 +310,18 @@ class ByColumns : public ByRows<Bf16> {
             case NORM:
             case NORM_AGAIN: {
                 const Bf16* const weight = phase == NORM ? layer().norm_in : layer().norm_mid;
-                each_row(which, batch.rows, [&](int64_t row) {
+                each_row(which, going_on, [&](int64_t row) {
                     if (phase == NORM && index == 0) embed(row, &sums[row * width]);
                     add_norm<float>(&sums[row * width], nullptr, weight, &in[row * width], width, eps);
                 });
                 break;
             }
             case PROJECT:
-                write(layer().qkv, in.data(), which, joined, batch.rows);
+                write(layer().qkv, in.data(), which, joined, going_on);
                 break;
             case SPLIT: {
                 const Heads<Bf16> heads = heads_of(layer());
-                each_row(which, batch.rows, [&](int64_t row) {
+                each_row(which, going_on, [&](int64_t row) {
                     heads.split(&joined[row * layer().qkv.outputs], &queries[row * q_size], row);
                 });
                 break;
@@ -301,7 +343,7 @@ class ByColumns : public ByRows<Bf16> {
                 break;
             case FINISH:
                 each_row(which, batch.wanted_count, [&](int64_t k) {
-                    add_norm<float>(&sums[batch.wanted[k] * width], nullptr, model.norm, &in[k * width], width, eps);
+                    add_norm<float>(&sums[place[k] * width], nullptr, model.norm, &in[k * width], width, eps);
                     if (hidden != nullptr) std::copy_n(&in[k * width], width, hidden + k * width);
                 });
                 break;
@@ -341,9 +383,8 @@ class ByColumns : public ByRows<Bf16> {
         together = way != IN_MATRICES || batch.rows < FEWER * threads;
         if (!together) return ByRows::begin();
         at = 0;
-        const int64_t rows = batch.rows, q_size = model.heads * model.d;
+        const int64_t rows = going_on = batch.rows, q_size = model.heads * model.d;
         const Layer<Bf16>& one = model.layers[0];
-        blocks = attention_of(one, 0).blocks(0, rows);
         sums.resize(rows * model.width);
         queries.resize(rows * q_size);
         joined.resize(rows * one.qkv.outputs);
@@ -391,7 +432,7 @@ class ByColumns : public ByRows<Bf16> {
     }
 
     void add(const Linear<Bf16>& linear, const Bf16* x, int64_t which) {
-        const Part part = part_of(which, tiles_of(linear), batch.rows);
+        const Part part = part_of(which, tiles_of(linear), going_on);
         float* const to = &sums[part.first * linear.outputs + part.tile * TILE];
         if (way == IN_PAIRS && linear.bias == nullptr) {  // what is added is complete, as it is below
             multiply(linear, x, part, to, linear.outputs, true);
@@ -412,7 +453,7 @@ class ByColumns : public ByRows<Bf16> {
     void gate(int64_t which) {
         const Linear<Bf16>& linear = layer().gate_up;
         const int64_t inner = linear.outputs / 2, tiles = inner / TILE;
-        const Part part = part_of(which, tiles, batch.rows);
+        const Part part = part_of(which, tiles, going_on);
         float gates[MANY * TILE], ups[MANY * TILE];
         multiply(linear, in.data(), part, gates, TILE);
         multiply(linear, in.data(), {part.tile + tiles, part.first, part.rows}, ups, TILE);
@@ -425,6 +466,7 @@ class ByColumns : public ByRows<Bf16> {
 
     bool together = false;
     int64_t at = 0, phase = 0, index = 0;
+    int64_t going_on = 0;  // rows: in the last layer, after keys and values, those that are kept
     std::vector<std::pair<int64_t, int64_t>> blocks;
     std::vector<float> sums, joined, queries, logits;
     std::vector<Bf16> in, attended, gated;
