@@ -219,8 +219,8 @@ inline float fused(float a, float b, float c) {
 }
 
 // Of at most 88: 2^n times the exponential of what is left over, which is at most ln(2) / 2 away from 0. The coefficients
-// are those of Cephes' expf. A compiler vectorizes it in place, which a library's takes up to a third longer than, and not
-// every library has one to vectorize with.
+// are those of Cephes' expf. A compiler vectorizes this in place: calls of a library's take up to a third longer, and not
+// every library has one for whole registers.
 inline float exponential(float x) {
     x = bounded_below(x);
     const float n = __builtin_rintf(x * 1.44269504f);
